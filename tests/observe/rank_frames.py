@@ -12,7 +12,7 @@ from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame, RankStream, Ran
 
 
 def drawn_frame(seed: int, step: int, ranks: int, attempt: int = 0) -> RankFrame:
-    """A frame of random numbers, some of them not known."""
+    """A frame of random numbers, some of them NaN."""
     random = np.random.default_rng((seed, step, attempt))
     scales = {"compute_s": 0.3, "data_wait_s": 0.01, "memory_bytes": 3e10, "temperature_c": 60.0}
     columns = {
@@ -24,7 +24,7 @@ def drawn_frame(seed: int, step: int, ranks: int, attempt: int = 0) -> RankFrame
 
 
 def write(path: Path, *frames: RankFrame) -> None:
-    """Appends frames to a file."""
+    """Append frames to a file."""
     with RankStreamWriter(path) as writer:
         for frame in frames:
             writer.append(frame)
@@ -36,17 +36,23 @@ def read(path: Path) -> list[RankFrame]:
         return [stream.frame(number) for number in range(len(stream))]
 
 
-def same_values(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> bool:
+def same_values(values: NDArray[np.float32], expected: NDArray[np.float32]) -> bool:
     """True if these are the same numbers, as finely as the file keeps them."""
-    return found.shape == wanted.shape and np.allclose(found, wanted, rtol=1e-3, atol=1e-6, equal_nan=True)
+    return values.shape == expected.shape and np.allclose(
+        values, expected, rtol=1e-3, atol=1e-6, equal_nan=True
+    )
 
 
-def same(found: RankFrame, wanted: RankFrame) -> bool:
-    """True if the file gave back what was written."""
-    places = [(one.step, one.t, one.attempt, one.ranks, one.steps) for one in (found, wanted)]
-    return places[0] == places[1] and same_columns(found.columns, wanted.columns)
+def same(frame: RankFrame, expected: RankFrame) -> bool:
+    """True if a frame that was read is the frame that was written."""
+    heads = [(each.step, each.t, each.attempt, each.ranks, each.steps) for each in (frame, expected)]
+    return heads[0] == heads[1] and same_columns(frame.columns, expected.columns)
 
 
-def same_columns(found: Mapping[str, NDArray[np.float32]], wanted: Mapping[str, NDArray[np.float32]]) -> bool:
+def same_columns(
+    columns: Mapping[str, NDArray[np.float32]], expected: Mapping[str, NDArray[np.float32]]
+) -> bool:
     """True if all columns are the same."""
-    return found.keys() == wanted.keys() and all(same_values(found[name], wanted[name]) for name in wanted)
+    return columns.keys() == expected.keys() and all(
+        same_values(columns[name], expected[name]) for name in expected
+    )

@@ -41,7 +41,7 @@ def _values(name: str, hint: Any) -> st.SearchStrategy[Any]:
 
 def bodies() -> st.SearchStrategy[Body]:
     """Any event of a known kind, or of one that this version does not know."""
-    known = [
+    known_kinds = [
         st.builds(kind, **{name: _values(name, hint) for name, hint in get_type_hints(kind).items()})
         for kind in KINDS.values()
     ]
@@ -50,12 +50,12 @@ def bodies() -> st.SearchStrategy[Body]:
         kind=NAMES.filter(lambda name: name not in KINDS),
         fields=FREE_FORM.map(lambda d: {k: v for k, v in d.items() if k not in ("t", "attempt", "kind")}),
     )
-    return st.one_of(*known, unknown)
+    return st.one_of(*known_kinds, unknown)
 
 
 def step(number: int, steps: int, loss: float = 2.0, **more: Any) -> Step:
     """A plausible step event."""
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "grad_norm": 0.8,
         "lr": 3e-4,
         "tokens": 1000 * number,
@@ -63,7 +63,7 @@ def step(number: int, steps: int, loss: float = 2.0, **more: Any) -> Step:
         "step_s": 1.0,
         **more,
     }
-    return Step(step=number, steps=steps, loss=loss, **given)
+    return Step(step=number, steps=steps, loss=loss, **fields)
 
 
 def crashed_run() -> list[Event]:

@@ -1,4 +1,4 @@
-"""What a server says of itself, for tests of what watches it."""
+"""The note of a server on itself, for tests of its readers."""
 
 from __future__ import annotations
 

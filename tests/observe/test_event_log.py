@@ -45,9 +45,9 @@ def test_a_torn_line_costs_itself_and_nothing_written_after_it(
 ) -> None:
     path = tmp_path_factory.mktemp("torn") / "events.jsonl"
     write(path, "first", "second")
-    whole = path.read_bytes()
-    kept = len(whole) - 1 - cut % (len(whole) - 1)
-    path.write_bytes(whole[:kept])
+    content = path.read_bytes()
+    kept = len(content) - 1 - cut % (len(content) - 1)
+    path.write_bytes(content[:kept])
     write(path, "after", attempt=1)
     read = texts(read_events(path))
     assert read[-1] == "after"
@@ -65,9 +65,9 @@ def test_the_newest_event_is_found_from_the_end_as_from_the_beginning(
     write(path, *words)
     path.write_bytes(path.read_bytes()[: max(0, path.stat().st_size - cut)])
     write(path, attempt=1)
-    wanted = [event for event in read_events(path) if event.body == Message("info", sought)]
-    found = newest_event(path, lambda event: event.body == Message("info", sought), block_bytes)
-    assert found == (wanted[-1] if wanted else None)
+    matches = [event for event in read_events(path) if event.body == Message("info", sought)]
+    newest = newest_event(path, lambda event: event.body == Message("info", sought), block_bytes)
+    assert newest == (matches[-1] if matches else None)
 
 
 def test_a_torn_line_is_reported_with_its_number(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Events survive the trip through a line of JSON, whoever wrote them."""
+"""Events survive the trip through a line of JSON, also those of other versions."""
 
 import json
 import math
@@ -90,7 +90,7 @@ def test_a_loss_that_is_not_a_number_is_not_a_number_again_after_reading() -> No
     assert math.isnan(body.loss)
 
 
-def test_a_result_that_json_cannot_say_is_refused_when_it_is_written() -> None:
+def test_a_result_that_json_cannot_represent_is_refused_when_it_is_written() -> None:
     with pytest.raises(TypeError):
         encode(Event(1.0, 0, Finished({"weights": object()})))
 

@@ -31,9 +31,9 @@ def frames_of(drawn: list[tuple[int, int, int]]) -> list[RankFrame]:
     return [drawn_frame(n, step, ranks, attempt) for n, (step, ranks, attempt) in enumerate(drawn)]
 
 
-def is_subsequence(found: list[RankFrame], wanted: list[RankFrame]) -> bool:
-    left = iter(wanted)
-    return all(any(same(one, other) for other in left) for one in found)
+def is_subsequence(part: list[RankFrame], frames: list[RankFrame]) -> bool:
+    remaining = iter(frames)
+    return all(any(same(frame, other) for other in remaining) for frame in part)
 
 
 @settings(max_examples=30)
@@ -44,47 +44,47 @@ def test_what_was_appended_is_read_in_order(
     path, frames = tmp_path_factory.mktemp("ranks") / "ranks.bin", frames_of(drawn)
     for frame in frames:
         write(path, frame)  # each by a writer of its own
-    found = read(path)
-    assert len(found) == len(frames)
-    assert all(map(same, found, frames))
+    read_back = read(path)
+    assert len(read_back) == len(frames)
+    assert all(map(same, read_back, frames))
 
 
 @given(st.sampled_from(RANK_COLUMNS), st.floats(0.01, 4000.0))
 def test_two_bytes_keep_a_number_to_a_thousandth(name: str, value: float) -> None:
     scale = 2**20 if name == "memory_bytes" else 1.0
     values = np.array([value * scale, np.nan, 0.0], np.float32)
-    found = decode_column(name, encode_column(name, values, 3))
-    np.testing.assert_allclose(found, values, rtol=1e-3, equal_nan=True)
+    decoded = decode_column(name, encode_column(name, values, 3))
+    np.testing.assert_allclose(decoded, values, rtol=1e-3, equal_nan=True)
 
 
 def test_a_number_that_is_too_large_is_the_largest_that_can_be_written() -> None:
     values = np.array([np.inf, 1e30, -1.0], np.float32)
-    found = decode_column("compute_s", encode_column("compute_s", values, 3))
-    assert found.tolist() == [8188.0, 8188.0, 0.0]
+    decoded = decode_column("compute_s", encode_column("compute_s", values, 3))
+    assert decoded.tolist() == [8188.0, 8188.0, 0.0]
 
 
 @settings(max_examples=60)
 @given(FRAMES, st.integers(0, 10**6))
-def test_a_file_cut_anywhere_keeps_the_frames_before_the_cut_and_can_be_gone_on_with(
+def test_a_file_cut_anywhere_keeps_the_frames_before_the_cut_and_can_be_appended_to(
     tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[int, int, int]], cut: int
 ) -> None:
     path, frames = tmp_path_factory.mktemp("torn") / "ranks.bin", frames_of(drawn)
     write(path, *frames)
-    whole = path.read_bytes()
-    kept = cut % len(whole)
-    path.write_bytes(whole[:kept])
+    content = path.read_bytes()
+    kept = cut % len(content)
+    path.write_bytes(content[:kept])
     ends = np.cumsum([len(TITLE), *(len(encode_frame(frame)) for frame in frames)])
     before = int((ends[1:] <= kept).sum())
-    found = read(path)
-    assert len(found) == before
-    assert all(map(same, found, frames))
+    read_back = read(path)
+    assert len(read_back) == before
+    assert all(map(same, read_back, frames))
     after = drawn_frame(99, 500, 3, attempt=9)
     write(path, after)
-    found = read(path)
-    # Of a frame whose head was whole, the columns that were whole are kept.
-    assert before + 1 <= len(found) <= before + 2
-    assert same(found[-1], after)
-    assert all(map(same, found[:before], frames))
+    read_back = read(path)
+    # Complete columns of a frame are kept if its head is complete.
+    assert before + 1 <= len(read_back) <= before + 2
+    assert same(read_back[-1], after)
+    assert all(map(same, read_back[:before], frames))
 
 
 @settings(max_examples=100)
@@ -97,14 +97,16 @@ def test_a_damaged_byte_costs_no_more_than_its_frame(
     damaged = bytearray(path.read_bytes())
     damaged[place % len(damaged)] ^= flip
     path.write_bytes(damaged)
-    found = read(path)
-    assert len(found) >= len(frames) - 1
-    good = [one for one in found if any(same(one, frame) for frame in frames)]
+    read_back = read(path)
+    assert len(read_back) >= len(frames) - 1
+    good = [frame for frame in read_back if any(same(frame, written) for written in frames)]
     assert len(good) >= len(frames) - 1
     assert is_subsequence(good, frames)
-    for one in found:  # what is left of the damaged frame is true, or not known
-        for name, values in one.columns.items():
-            assert np.isnan(values).all() or any(same_values(values, frame.columns[name]) for frame in frames)
+    for frame in read_back:  # the rest of the damaged frame is correct, or NaN
+        for name, values in frame.columns.items():
+            assert np.isnan(values).all() or any(
+                same_values(values, written.columns[name]) for written in frames
+            )
 
 
 @settings(max_examples=60)
@@ -128,25 +130,25 @@ def test_a_cell_of_a_heat_map_is_the_largest_of_its_ranks_and_frames(
     path, frames = tmp_path_factory.mktemp("map") / "ranks.bin", frames_of(drawn)
     write(path, *frames)
     with RankStream(path) as stream:
-        found = stream.heat_map(column, first, last, most_columns, most_rows)
+        heat_map = stream.heat_map(column, first, last, most_columns, most_rows)
         chosen = [stream.frame(n) for n, step in enumerate(stream.steps) if first <= step <= last]
     ranks = max((frame.ranks for frame in chosen), default=0)
-    whole = np.full((ranks, len(chosen)), np.nan, np.float32)
+    matrix = np.full((ranks, len(chosen)), np.nan, np.float32)
     for number, frame in enumerate(chosen):
-        whole[: frame.ranks, number] = frame.columns[column]
+        matrix[: frame.ranks, number] = frame.columns[column]
     rows, columns = min(ranks, most_rows), min(len(chosen), most_columns)
-    assert found.values.shape == (rows, columns)
-    starts = [*found.row_ranks.tolist(), ranks]
+    assert heat_map.values.shape == (rows, columns)
+    starts = [*heat_map.row_ranks.tolist(), ranks]
     bounds = [number * len(chosen) // columns for number in range(columns + 1)] if columns else []
     for row in range(rows):
         for number in range(columns):
-            cell = whole[starts[row] : starts[row + 1], bounds[number] : bounds[number + 1]]
-            known = cell[~np.isnan(cell)]
+            cell = matrix[starts[row] : starts[row + 1], bounds[number] : bounds[number + 1]]
+            measured = cell[~np.isnan(cell)]
             assert np.array_equal(
-                found.values[row, number], known.max() if len(known) else np.nan, equal_nan=True
+                heat_map.values[row, number], measured.max() if len(measured) else np.nan, equal_nan=True
             )
-    assert found.column_steps.tolist() == [chosen[stop - 1].step for stop in bounds[1:]]
-    assert found.reduced == (rows < ranks or columns < len(chosen))
+    assert heat_map.column_steps.tolist() == [chosen[stop - 1].step for stop in bounds[1:]]
+    assert heat_map.reduced == (rows < ranks or columns < len(chosen))
 
 
 def test_the_history_of_a_rank_is_that_of_its_frames(tmp_path: Path) -> None:
@@ -156,8 +158,8 @@ def test_the_history_of_a_rank_is_that_of_its_frames(tmp_path: Path) -> None:
         for _ in range(2):  # the second time, by a shorter way
             steps, values = stream.rank("compute_s", 4)
             assert steps.tolist() == [20, 30]
-            wanted = np.array([frame.columns["compute_s"][4] for frame in frames[1:]])
-            assert same_values(values, wanted)
+            expected = np.array([frame.columns["compute_s"][4] for frame in frames[1:]])
+            assert same_values(values, expected)
         assert stream.rank("compute_s", 0, 11, 20)[0].tolist() == [20]
         assert stream.rank("compute_s", 5)[0].tolist() == []
 
@@ -193,12 +195,12 @@ def test_a_reader_sees_each_frame_once_while_the_file_is_written(tmp_path: Path)
         for byte in range(0, len(data), 7):
             file.write(data[byte : byte + 7])
             stream.refresh()
-            whole = (min(byte + 7, len(data)) - len(TITLE)) // len(encode_frame(frames[0]))
-            assert len(stream) == max(0, whole)
+            complete_frames = (min(byte + 7, len(data)) - len(TITLE)) // len(encode_frame(frames[0]))
+            assert len(stream) == max(0, complete_frames)
         assert all(same(stream.frame(number), frame) for number, frame in enumerate(frames))
 
 
-def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+def test_a_file_that_was_replaced_is_read_from_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "ranks.bin"
     write(path, *(drawn_frame(1, step, 4) for step in range(5)))
     with RankStream(path) as stream:

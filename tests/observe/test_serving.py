@@ -1,4 +1,4 @@
-"""A server says in the directory of the run that it serves what it does, for as long as it does."""
+"""A server keeps a note on itself in the directory of the run that it serves, until it ends."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SECONDS = st.none() | st.floats(0, 1e6)
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 @given(st.text(max_size=60), st.text(max_size=60), COUNT, COUNT, SECONDS, st.floats(0, 9e9))
-def test_what_a_server_says_is_what_is_read(
+def test_the_note_of_a_server_is_read_as_it_was_written(
     tmp_path: Path, model: str, state: str, finished: int, tokens: int, first: float | None, seen: float
 ) -> None:
-    said = replace(
+    serving = replace(
         SERVED,
         model=model,
         state=state,
@@ -34,20 +34,23 @@ def test_what_a_server_says_is_what_is_read(
         first_token_s=first,
         seen_s=seen,
     )
-    ServingNote(RunDirectory(tmp_path), "here", lambda: said).once()
-    assert read_serving(RunDirectory(tmp_path)) == [said]
+    ServingNote(RunDirectory(tmp_path), "here", lambda: serving).once()
+    assert read_serving(RunDirectory(tmp_path)) == [serving]
 
 
 def test_servers_have_notes_of_their_own_and_one_that_ends_takes_its_note_away(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     notes = []
     for number in range(2):
-        said = replace(SERVED, url=f"http://127.0.0.1:{number}/v1", seen_s=float(number))
-        notes.append(ServingNote(directory, f"../no de/{number}", lambda said=said: said))
+        serving = replace(SERVED, url=f"http://127.0.0.1:{number}/v1", seen_s=float(number))
+        notes.append(ServingNote(directory, f"../no de/{number}", lambda serving=serving: serving))
         notes[-1].once()
-    assert [one.url for one in read_serving(directory)] == ["http://127.0.0.1:1/v1", "http://127.0.0.1:0/v1"]
+    assert [entry.url for entry in read_serving(directory)] == [
+        "http://127.0.0.1:1/v1",
+        "http://127.0.0.1:0/v1",
+    ]
     notes[0].start().close()
-    assert [one.url for one in read_serving(directory)] == ["http://127.0.0.1:1/v1"]
+    assert [entry.url for entry in read_serving(directory)] == ["http://127.0.0.1:1/v1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["serving"]
 
 
@@ -56,7 +59,7 @@ def test_a_server_that_was_killed_is_silent_after_a_while() -> None:
     assert SERVED.silent(SERVED.seen_s + SILENT_S + 1)
 
 
-def test_a_run_directory_that_cannot_be_written_and_a_look_that_fails_hold_up_no_server(
+def test_a_run_directory_that_cannot_be_written_and_a_look_that_fails_delay_no_server(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "serving").write_text("a file in the folder's place")
@@ -83,7 +86,7 @@ def test_a_note_that_is_none_costs_no_other(tmp_path: Path, content: bytes | Non
     assert read_serving(directory) == [SERVED]
 
 
-def test_of_a_folder_full_of_notes_only_so_many_are_read_and_who_serves_now_is_among_them(
+def test_only_the_newest_notes_of_a_full_folder_are_read(
     tmp_path: Path,
 ) -> None:
     directory = RunDirectory(tmp_path)
@@ -95,6 +98,6 @@ def test_of_a_folder_full_of_notes_only_so_many_are_read_and_who_serves_now_is_a
     now = replace(SERVED, seen_s=SERVED.seen_s + 1e6)
     ServingNote(directory, "here-90", lambda: now).once()
     os.utime(directory.serving / "here-90.json", (now.seen_s, now.seen_s))
-    found = read_serving(directory)
-    assert len(found) == MOST_NOTES
-    assert found[0] == now
+    entries = read_serving(directory)
+    assert len(entries) == MOST_NOTES
+    assert entries[0] == now

@@ -1,4 +1,4 @@
-"""A machine that is slowed down while a run trains says so in the run directory, for as long as it lasts."""
+"""A machine that is slowed down while a run trains leaves a note in the run directory, for as long as it lasts."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def counts(root: Path, cpus: int = 4) -> list[Path]:
 
 def test_processors_are_named_whose_count_has_grown_since_the_last_look(tmp_path: Path) -> None:
     places = counts(tmp_path)
-    found = CpuThrottles(tmp_path)
-    assert found.new() == []
+    throttles = CpuThrottles(tmp_path)
+    assert throttles.new() == []
     places[2].write_text("9\n")
     places[4].write_text("10\n")
-    assert found.new() == ["processors 1-2: clocks lowered for heat, 3 times"]
-    assert found.new() == []
+    assert throttles.new() == ["processors 1-2: clocks lowered for heat, 3 times"]
+    assert throttles.new() == []
 
 
-def test_a_machine_whose_kernel_does_not_say_and_counts_that_vanish_say_nothing(tmp_path: Path) -> None:
+def test_a_machine_without_counts_or_with_counts_that_vanish_has_no_throttles(tmp_path: Path) -> None:
     assert CpuThrottles(tmp_path / "none").new() == []
     places = counts(tmp_path)
-    found = CpuThrottles(tmp_path)
+    throttles = CpuThrottles(tmp_path)
     places[0].unlink()
     places[1].write_text("garbage")
-    assert found.new() == []
+    assert throttles.new() == []
 
 
 def cpu_stat(periods: int, stopped: int) -> str:
@@ -77,7 +77,7 @@ def test_a_machine_without_control_groups_has_no_cpu_limit(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("bits", "words"), [(0x1, []), (0x44, ["thermal slowdown by hardware"]), (0x80, ["power brake"])]
 )
-def test_a_gpu_is_named_for_reasons_that_speak_of_trouble_alone(
+def test_a_gpu_is_named_only_for_reasons_of_trouble(
     monkeypatch: pytest.MonkeyPatch, bits: int, words: list[str]
 ) -> None:
     driver = ModuleType("pynvml")
@@ -89,7 +89,7 @@ def test_a_gpu_is_named_for_reasons_that_speak_of_trouble_alone(
         nvmlDeviceGetHandleByIndex=lambda number: number,
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda _gpu: bits,
         nvmlDeviceGetPciInfo=lambda _gpu: SimpleNamespace(busId="0000:3b:00.0"),
-        nvmlDeviceGetClockInfo=lambda _gpu, _what: 600,
+        nvmlDeviceGetClockInfo=lambda _gpu, _clock: 600,
     )
     monkeypatch.setitem(__import__("sys").modules, "pynvml", driver)
     assert throttled_gpus() == [f"GPU 0 at 0000:3b:00.0: {word}, 600 MHz" for word in words]
@@ -122,14 +122,14 @@ def test_a_note_that_a_dead_process_left_is_passed_over_and_so_is_one_that_is_da
 
 
 @pytest.mark.parametrize(
-    ("since_s", "seen_s", "what"),
+    ("since_s", "seen_s", "reasons"),
     [(990.0, 1000.0, []), (-1e300, 1000.0, ["hot"]), (1e300, 1e300, ["hot"]), (990.0, 1e300, ["hot"])],
 )
-def test_a_note_that_says_nothing_or_speaks_of_no_time_is_passed_over(
-    tmp_path: Path, since_s: float, seen_s: float, what: list[str]
+def test_a_note_without_reasons_or_with_an_impossible_time_is_passed_over(
+    tmp_path: Path, since_s: float, seen_s: float, reasons: list[str]
 ) -> None:
     directory = RunDirectory(tmp_path)
     directory.machines.mkdir()
-    note = {"node": "node-1", "since_s": since_s, "seen_s": seen_s, "looks": 1, "what": what}
+    note = {"node": "node-1", "since_s": since_s, "seen_s": seen_s, "looks": 1, "what": reasons}
     (directory.machines / "node-1.throttled").write_text(json.dumps(note))
     assert read_throttling(directory, 1000.0) == []

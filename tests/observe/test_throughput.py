@@ -59,10 +59,10 @@ def test_a_straight_line_does_not_lag_when_smoothed(slope: float, count: int, ha
 
 @given(values=st.lists(FINITE, min_size=1, max_size=40), half_span=st.integers(0, 50))
 def test_smoothing_is_the_plain_mean_of_the_neighbors(values: list[float], half_span: int) -> None:
-    for index, found in enumerate(smooth(values, half_span)):
+    for index, mean in enumerate(smooth(values, half_span)):
         reach = min(half_span, index)
         neighbors = values[index - reach : index + reach + 1]
-        assert found == pytest.approx(sum(neighbors) / len(neighbors), abs=1e-4)
+        assert mean == pytest.approx(sum(neighbors) / len(neighbors), abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from phalanx.observe.events import Event
 
 
 def write_events(run_dir: Path, events: Iterable[Event]) -> Path:
-    """Appends the events to those of the run in ``run_dir``, each in its attempt and at its time; returns the file."""
+    """Append the events to those of the run in ``run_dir``, each in its attempt and at its time; return the file."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "record.json").write_text('{"attempts": 1}\n')
     for attempt, own in groupby(events, lambda event: event.attempt):

@@ -42,7 +42,7 @@ T0 = 1_900_000_000.0
 
 
 def _broken_off(run: Path, loss: float = 2.0, begin_s: float = T0) -> Path:
-    """A run of which no process is left, and which tells no end."""
+    """A run of which no process is left, and whose stream has no end."""
     write_events(
         run,
         [
@@ -54,13 +54,13 @@ def _broken_off(run: Path, loss: float = 2.0, begin_s: float = T0) -> Path:
 
 
 def _series(lookout: Lookout) -> dict[tuple[str, str, str], float]:
-    """Name, run and what else tells the series apart -> value."""
-    found = {}
+    """Series: name, run and the other labels -> value."""
+    series = {}
     for family in text_string_to_metric_families(render(lookout.look()).decode()):
-        for one in family.samples:
-            more = [value for name, value in one.labels.items() if name != "run"]
-            found[one.name, one.labels["run"], ",".join(more)] = one.value
-    return found
+        for sample in family.samples:
+            more = [value for name, value in sample.labels.items() if name != "run"]
+            series[sample.name, sample.labels["run"], ",".join(more)] = sample.value
+    return series
 
 
 def _lookout(tmp_path: Path, *folders: Path, at: float = T0 + 4) -> Lookout:
@@ -69,28 +69,28 @@ def _lookout(tmp_path: Path, *folders: Path, at: float = T0 + 4) -> Lookout:
 
 def test_a_run_without_any_process_has_its_numbers_and_what_is_wrong_with_it(tmp_path: Path) -> None:
     _broken_off(tmp_path / "runs" / "a")
-    found = _series(_lookout(tmp_path, tmp_path / "runs"))
-    assert found["phalanx_loss", "a", ""] == 2.0
-    assert found["phalanx_reason", "a", "gone"] == 3
-    assert found["phalanx_reason", "a", "loss-spike"] == 0
-    assert found["phalanx_reasons_timestamp_seconds", "a", ""] == T0 + 4
-    assert {key[2] for key in found if key[0] == "phalanx_reason"} == set(CODES)
+    series = _series(_lookout(tmp_path, tmp_path / "runs"))
+    assert series["phalanx_loss", "a", ""] == 2.0
+    assert series["phalanx_reason", "a", "gone"] == 3
+    assert series["phalanx_reason", "a", "loss-spike"] == 0
+    assert series["phalanx_reasons_timestamp_seconds", "a", ""] == T0 + 4
+    assert {key[2] for key in series if key[0] == "phalanx_reason"} == set(CODES)
 
 
-def test_what_serves_a_run_is_told_however_long_ago_it_was_trained_and_nothing_else_of_it(
+def test_the_servers_of_a_run_are_reported_however_long_ago_it_was_trained_and_nothing_else_of_it(
     tmp_path: Path,
 ) -> None:
     run, now = _broken_off(tmp_path / "runs" / "a"), T0 + 2 * OLD_S
     directory = RunDirectory(run)
     for name, state, age_s in (("one", "serving", 1), ("two", "out of memory", 2), ("three", "serving", 100)):
-        said = replace(SERVED, url=name, state=state, seen_s=now - age_s)
-        ServingNote(directory, name, lambda said=said: said).once()
-    found = _series(_lookout(tmp_path, tmp_path / "runs", at=now))
-    servers = {key[2]: value for key, value in found.items() if key[0] == "phalanx_serving_servers"}
+        figures = replace(SERVED, url=name, state=state, seen_s=now - age_s)
+        ServingNote(directory, name, lambda figures=figures: figures).once()
+    series = _series(_lookout(tmp_path, tmp_path / "runs", at=now))
+    servers = {key[2]: value for key, value in series.items() if key[0] == "phalanx_serving_servers"}
     assert servers == {"serving": 1, "draining": 0, "trouble": 1, "silent": 1}
-    assert found["phalanx_serving_texts", "a", "waiting"] == 2 * SERVED.waiting
-    assert found["phalanx_serving_tokens_total", "a", "generated"] == 2 * SERVED.generated_tokens
-    assert {key[0] for key in found} == {one.name for one in SERVING_METRICS}
+    assert series["phalanx_serving_texts", "a", "waiting"] == 2 * SERVED.waiting
+    assert series["phalanx_serving_tokens_total", "a", "generated"] == 2 * SERVED.generated_tokens
+    assert {key[0] for key in series} == {metric.name for metric in SERVING_METRICS}
     assert _series(_lookout(tmp_path, tmp_path / "runs", at=now + OVER_S)) == {}
 
 
@@ -100,38 +100,40 @@ def test_what_servers_have_counted_never_falls_when_one_of_them_ends_or_is_silen
     run, now = _broken_off(tmp_path / "runs" / "a"), [T0]
     lookout = Lookout(RunIndex([tmp_path / "runs"], tmp_path / "cache").rows, lambda: now[0])
 
-    def says(name: str, generated: int, seen_s: float) -> ServingNote:
-        said = replace(SERVED, url=name, generated_tokens=generated, refused=generated // 10, seen_s=seen_s)
-        note = ServingNote(RunDirectory(run), name, lambda: said)
+    def report(name: str, generated: int, seen_s: float) -> ServingNote:
+        figures = replace(
+            SERVED, url=name, generated_tokens=generated, refused=generated // 10, seen_s=seen_s
+        )
+        note = ServingNote(RunDirectory(run), name, lambda: figures)
         note.once()
         return note
 
     def counted() -> tuple[float, float]:
-        found = _series(lookout)
+        series = _series(lookout)
         names = ("phalanx_serving_tokens_total", "generated"), ("phalanx_serving_requests_refused_total", "")
-        tokens, refused = (found[name, "a", more] for name, more in names)
+        tokens, refused = (series[name, "a", more] for name, more in names)
         return tokens, refused
 
-    ending = says("one", 500, T0)
-    says("other", 100, T0)
+    ending = report("one", 500, T0)
+    report("other", 100, T0)
     assert counted() == (600, 60)
     ending.start().close()
-    says("other", 110, T0)
+    report("other", 110, T0)
     assert counted() == (610, 61)
     now[0] += SILENT_S + 1.0
     assert counted() == (610, 61)
-    says("other", 150, now[0])
+    report("other", 150, now[0])
     assert counted() == (650, 65)
 
 
-def test_two_runs_whose_folders_are_called_alike_have_series_of_their_own(tmp_path: Path) -> None:
+def test_two_runs_whose_folders_have_the_same_name_have_series_of_their_own(tmp_path: Path) -> None:
     for place, loss in (("one", 2.0), ("other", 3.0)):
         _broken_off(tmp_path / place / "a", loss)
-    found = _series(_lookout(tmp_path, tmp_path / "one", tmp_path / "other"))
-    assert sorted(value for key, value in found.items() if key[0] == "phalanx_loss") == [2.0, 3.0]
+    series = _series(_lookout(tmp_path, tmp_path / "one", tmp_path / "other"))
+    assert sorted(value for key, value in series.items() if key[0] == "phalanx_loss") == [2.0, 3.0]
 
 
-def test_runs_whose_folders_are_called_alike_keep_their_labels_whichever_of_them_is_the_newest(
+def test_runs_whose_folders_have_the_same_name_keep_their_labels_when_either_is_the_newest(
     tmp_path: Path,
 ) -> None:
     first, second = _broken_off(tmp_path / "one" / "a"), tmp_path / "other" / "a"
@@ -142,11 +144,15 @@ def test_runs_whose_folders_are_called_alike_keep_their_labels_whichever_of_them
         newer = (second, first)[number % 2]
         write_events(newer, [Event(T0 + number, 0, step(number, 100, loss=2.0 if newer == first else 3.0))])
         samples = lookout.look()
-        named = [(one.metric.name, tuple(sorted(one.labels.pairs.items()))) for one in samples]
+        named = [(sample.metric.name, tuple(sorted(sample.labels.pairs.items()))) for sample in samples]
         assert len(set(named)) == len(named)
-        loss = {one.labels.pairs["run"]: one.value for one in samples if one.metric.name == "phalanx_loss"}
+        loss = {
+            sample.labels.pairs["run"]: sample.value
+            for sample in samples
+            if sample.metric.name == "phalanx_loss"
+        }
         assert loss == {"a": 2.0, run_id(second): 3.0}
-        assert {one.labels.pairs["run"] for one in samples} == {"a", run_id(second)}
+        assert {sample.labels.pairs["run"] for sample in samples} == {"a", run_id(second)}
 
 
 def test_a_run_that_cannot_be_looked_at_costs_no_other_and_shows_when_it_was_looked_at_last(
@@ -165,16 +171,16 @@ def test_a_run_that_cannot_be_looked_at_costs_no_other_and_shows_when_it_was_loo
 
     monkeypatch.setattr("phalanx_watch.lookout.reasons", breaks_on_b)
     now[0] += 60
-    found = _series(lookout)
+    series = _series(lookout)
     looked = "phalanx_reasons_timestamp_seconds"
-    assert (found[looked, "a", ""], found[looked, "b", ""]) == (T0 + 64, T0 + 4)
-    assert found["phalanx_reason", "a", "gone"] == 0
-    assert found["phalanx_reason", "b", "gone"] == before["phalanx_reason", "b", "gone"] == 3
+    assert (series[looked, "a", ""], series[looked, "b", ""]) == (T0 + 64, T0 + 4)
+    assert series["phalanx_reason", "a", "gone"] == 0
+    assert series["phalanx_reason", "b", "gone"] == before["phalanx_reason", "b", "gone"] == 3
     monkeypatch.undo()
     assert _series(lookout)[looked, "b", ""] == T0 + 64
 
 
-def test_half_a_stream_is_not_told_of_since_its_newest_step_would_be_an_old_one(tmp_path: Path) -> None:
+def test_a_stream_of_which_half_is_read_has_no_step_since_that_would_be_an_old_one(tmp_path: Path) -> None:
     run = _broken_off(tmp_path / "runs" / "a")
     write_events(run, [Event(T0 + 3 + n / 1e3, 0, step(n, 100)) for n in range(4, 1000)])
     rows = RunIndex([tmp_path / "runs"], tmp_path / "cache").rows
@@ -182,8 +188,8 @@ def test_half_a_stream_is_not_told_of_since_its_newest_step_would_be_an_old_one(
     assert ("phalanx_step", "a", "") not in (first := _series(lookout))
     assert first["phalanx_reason", "a", "gone"] == 3
     for _ in range(20):
-        found = _series(lookout)
-    assert found["phalanx_step", "a", ""] == 999
+        series = _series(lookout)
+    assert series["phalanx_step", "a", ""] == 999
 
 
 def test_what_has_ended_or_fallen_silent_long_ago_is_left_out_and_of_the_rest_the_newest_are_kept(
@@ -209,7 +215,9 @@ def test_what_has_ended_or_fallen_silent_long_ago_is_left_out_and_of_the_rest_th
 def test_of_several_reasons_of_a_kind_the_worst_counts() -> None:
     mild = Reason(code="not-finite", title="", where="", evidence=(), doing="", next="")
     samples = reason_samples([mild, replace(mild, severity="critical"), mild], Labels(run="r"), T0)
-    assert {one.labels.pairs["code"]: one.value for one in samples[:-1] if one.value} == {"not-finite": 3}
+    assert {sample.labels.pairs["code"]: sample.value for sample in samples[:-1] if sample.value} == {
+        "not-finite": 3
+    }
 
 
 def test_the_page_serves_them_and_lists_the_endpoints_of_the_runs_own_processes(
@@ -227,12 +235,12 @@ def test_the_page_serves_them_and_lists_the_endpoints_of_the_runs_own_processes(
             answer = client.get("/metrics", headers={"accept-encoding": "gzip"})
         assert "phalanx_exporter_failures_total{" in answer.text
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-        asked = {"accept": "application/openmetrics-text; version=1.0.0", "accept-encoding": "identity"}
-        assert client.get("/metrics", headers=asked).text.endswith("# EOF\n")
+        headers = {"accept": "application/openmetrics-text; version=1.0.0", "accept-encoding": "identity"}
+        assert client.get("/metrics", headers=headers).text.endswith("# EOF\n")
         assert client.get("/targets").json()[0]["targets"] == ["h:9400"]
 
 
-def test_a_round_that_fails_is_told_to_who_scrapes() -> None:
+def test_the_error_of_a_round_that_fails_is_raised_at_a_scrape() -> None:
     def rows() -> list[RunRow]:
         raise OSError("the disk is gone")
 

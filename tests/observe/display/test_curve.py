@@ -77,7 +77,7 @@ def test_each_evaluation_is_a_point_and_each_restart_a_dash() -> None:
     svg = svg_curve(crashed_run())
     assert len(elements(svg, "circle", "held")) == 4 + 1  # and one in the legend
     (dash,) = elements(svg, "line", "restart")
-    assert float(dash.get("x1", "")) == pytest.approx((LEFT + RIGHT) / 2, abs=0.1)  # 20 of 40 steps
+    assert float(dash.get("x1", "")) == pytest.approx((LEFT + RIGHT) / 2, abs=0.1)  # step 20 of 40
 
 
 def test_the_baseline_lies_where_its_bits_per_byte_are_on_the_right_axis() -> None:

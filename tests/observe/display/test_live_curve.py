@@ -1,4 +1,4 @@
-"""The loss curve is drawn while a run goes on, seldom enough to cost nothing."""
+"""The loss curve is drawn while a run continues, seldom enough to cost nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def steps(count: int) -> list[Event]:
 
 
 class Clock:
-    """Shows what it is set to."""
+    """Clock that shows ``now_s``."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

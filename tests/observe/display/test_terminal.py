@@ -77,8 +77,8 @@ def test_an_attempt_that_ended_without_a_word_is_noted() -> None:
 def test_the_end_of_an_epoch_that_its_fleet_has_explained_is_not_noted_again() -> None:
     events = crashed_run()
     second = next(i for i, event in enumerate(events) if event.attempt == 1)
-    why = replace(events[second - 1], body=EpochLeft(0, "node node-1 fell silent"))
-    notes = [note.text for note in state_after([*events[:second], why, *events[second:]]).notes]
+    epoch_left = replace(events[second - 1], body=EpochLeft(0, "node node-1 fell silent"))
+    notes = [note.text for note in state_after([*events[:second], epoch_left, *events[second:]]).notes]
     assert not any("without a word" in note for note in notes)
     assert "leave epoch 0: node node-1 fell silent" in notes
 
@@ -111,7 +111,7 @@ def test_any_events_can_be_drawn_at_any_width(events: list[Event], width: int) -
     assert all(cell_len(line) <= width for line in screen(state_after(events), width).splitlines())
 
 
-def test_the_panel_shows_what_one_asks_about_a_run() -> None:
+def test_the_panel_shows_the_figures_of_a_run() -> None:
     started = RunStarted(
         "tiny", 40, 4, peak_flops_per_s=1.84e12, peak_source="measured at start", xz_bits_per_byte=2.3
     )
@@ -146,7 +146,7 @@ def test_markup_in_a_message_is_shown_as_it_is() -> None:
 # --- plain lines ---
 
 
-def test_off_the_terminal_there_are_no_control_characters_whatever_a_message_holds() -> None:
+def test_off_the_terminal_there_are_no_control_characters_for_any_message() -> None:
     events = [*crashed_run(), Event(1.9e9, 1, Message("error", "a\x1b[31mb\rc\nd\x07"))]
     shown = log(events, force_terminal=False)
     assert all(letter.isprintable() or letter == "\n" for letter in shown)
@@ -177,7 +177,7 @@ def test_between_other_events_a_step_is_shown_every_so_many_seconds(every_s: int
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "text"),
     [
         (
             CheckpointFailed(3, "ckpt/3", "disk full"),
@@ -202,9 +202,9 @@ def test_between_other_events_a_step_is_shown_every_so_many_seconds(every_s: int
         (Unknown("Levitated", {}), "an event of a kind this version does not know: Levitated"),
     ],
 )
-def test_every_notable_event_is_a_line(body: object, said: str) -> None:
+def test_every_notable_event_is_a_line(body: object, text: str) -> None:
     lines = list(plain_lines([Event(0.0, 0, body)], every_s=10))  # type: ignore[arg-type]
-    assert lines == [f"00:00:00  {said}"]
+    assert lines == [f"00:00:00  {text}"]
 
 
 # --- the terminal ---
@@ -241,7 +241,7 @@ ANY_NUMBER = st.floats() | st.sampled_from([1e18, 1e300, -1.0, 5e-324]) | st.int
 
 @given(st.lists(st.tuples(ANY_NUMBER, st.integers(0, 3), bodies()), max_size=8))
 @settings(max_examples=200)
-def test_whatever_numbers_a_damaged_line_has_the_run_can_be_watched_and_accounted(
+def test_a_run_with_any_numbers_in_a_damaged_line_can_be_watched_and_accounted(
     written: list[tuple[float, int, Body]],
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -259,7 +259,7 @@ def test_whatever_numbers_a_damaged_line_has_the_run_can_be_watched_and_accounte
     format_goodput(account)
 
 
-def test_a_long_evaluation_says_how_far_it_is() -> None:
+def test_a_long_evaluation_shows_how_far_it_is() -> None:
     events = [Event(float(n), 0, body) for n, body in enumerate([step(2, 2), Evaluating(2, 64, 4096)])]
     assert "evaluating: 64 of 4,096 sequences" in screen(state_after(events))
     assert log(events).splitlines()[-1].endswith("evaluating: 64 of 4,096 sequences")

@@ -73,7 +73,7 @@ def test_a_rollback_within_an_attempt_discards_too() -> None:
     assert (result.committed_ns, result.rollback_ns, result.pending_ns) == (s(2), s(1), s(1))
 
 
-def test_what_a_coordinator_writes_after_the_ranks_have_gone_lengthens_no_attempt() -> None:
+def test_events_of_a_coordinator_after_the_ranks_have_ended_lengthen_no_attempt() -> None:
     lived = [Event(float(t), 0, step(t, 9)) for t in range(1, 4)]
     left = Event(60.0, 0, EpochLeft(0, "node node-1 fell silent"))
     assert goodput([*lived, left]) == goodput(lived)
@@ -179,7 +179,7 @@ def test_the_report_names_the_headline_and_the_outcomes() -> None:
     assert "start.process" in report
 
 
-def test_copies_that_an_agent_tells_of_under_its_own_attempt_are_no_time_of_that_attempt() -> None:
+def test_copies_that_an_agent_reports_under_its_own_attempt_are_no_time_of_that_attempt() -> None:
     def step(number: int) -> Step:
         return Step(number, 4, 1.0, 1.0, 0.1, 1, 1.0, 1.0, None, None)
 
@@ -187,8 +187,8 @@ def test_copies_that_an_agent_tells_of_under_its_own_attempt_are_no_time_of_that
         Event(t, attempt, step(number))
         for number, (t, attempt) in enumerate([(1.0, 0), (2.0, 0), (5.0, 1), (6.0, 1)], 1)
     ]
-    told = [
+    copies = [
         Event(5.5, 0, CheckpointCopied(2, "s3://b/p")),
         Event(9.0, 0, CheckpointFailed(4, "s3://b/p", "down")),
     ]
-    assert goodput([*trained, *told]) == goodput(trained)
+    assert goodput([*trained, *copies]) == goodput(trained)

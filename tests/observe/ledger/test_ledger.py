@@ -21,7 +21,7 @@ TICKS = st.integers(0, 10**12)
 
 
 class Clock:
-    """A clock that one sets. ``now`` is what it shows."""
+    """Clock that shows ``now``."""
 
     def __init__(self, now: int = 10**15) -> None:
         self.now = now

@@ -1,4 +1,4 @@
-"""Our account in the terms of others: their parts sum to their wholes, and say what their definitions say."""
+"""Our account in the terms of others: their parts sum to their totals, as their definitions have them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_parts_sum_to_elapsed_time_exactly(ours: Goodput) -> None:
     assert google.productive_ns >= ours.committed_ns
 
 
-def test_a_run_that_crashed_once_is_told_as_each_definition_has_it() -> None:
+def test_a_run_that_crashed_once_is_accounted_as_each_definition_has_it() -> None:
     ours = goodput(
         crashed_run()
     )  # 45 steps of 1 s, 5 of them lost, 4 s a start, 1 s at every tenth step, 30 s between

@@ -1,4 +1,4 @@
-"""The cost of recoveries, as the events tell it."""
+"""The cost of recoveries, from the events."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def test_a_recovery_is_an_attempt_after_the_first_with_what_it_cost_before_its_f
         (4, step(3, fault__undetected=1.0, start__restore=0.25, step__compute=0.5)),
         (4, step(4)),
     )
-    (found,) = recoveries(story, 3)
-    assert (found.attempt, found.resumed_step, found.lost_steps) == (4, 2, 1)
-    assert found.seconds == {"fault.undetected": 1.0, "start.restore": 0.25}
+    (recovery,) = recoveries(story, 3)
+    assert (recovery.attempt, recovery.resumed_step, recovery.lost_steps) == (4, 2, 1)
+    assert recovery.seconds == {"fault.undetected": 1.0, "start.restore": 0.25}
 
 
 def test_an_epoch_that_ended_before_its_first_step_is_no_recovery_of_its_own() -> None:
     story = events((0, step(1)), (1, Restored(1, "")), (2, Restored(1, "")), (2, step(2)))
-    assert [found.attempt for found in recoveries(story, 0)] == [2]
+    assert [recovery.attempt for recovery in recoveries(story, 0)] == [2]
 
 
 def test_attempts_of_earlier_starts_are_left_out() -> None:
     story = events((0, step(1)), (1, step(2)), (2, step(3)))
-    assert [found.attempt for found in recoveries(story, 1)] == [2]
+    assert [recovery.attempt for recovery in recoveries(story, 1)] == [2]

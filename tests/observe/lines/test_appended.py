@@ -16,10 +16,10 @@ def test_a_line_that_ended_in_an_error_costs_none_of_the_next_and_leaves_no_blan
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: float
 ) -> None:
     file = AppendedFile(tmp_path / "lines")
-    whole = os.write
+    write = os.write
 
     def torn(descriptor: int, line: bytes) -> int:
-        whole(descriptor, line[: int(len(line) * part)])
+        write(descriptor, line[: int(len(line) * part)])
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     file.append(b"first\n")

@@ -1,4 +1,4 @@
-"""Following a file of lines: what was appended, whatever else happens to the file."""
+"""Following a file of lines gives the lines appended, also if the file is replaced, cut or removed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from phalanx.observe.lines import FileTail, read_lines_at
 
 
 def _all(tail: FileTail) -> list[bytes]:
-    found = []
+    lines = []
     while True:
         batch = tail.next_batch()
-        found += [line for _, line in batch.lines]
+        lines += [line for _, line in batch.lines]
         if not batch.more:
-            return found
+            return lines
 
 
 @given(st.lists(st.binary(max_size=40).map(lambda line: line.replace(b"\n", b"x")), max_size=30), st.data())
@@ -29,12 +29,12 @@ def test_lines_come_once_and_whole_however_they_were_appended(
     content = b"".join(line + b"\n" for line in lines)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=5)))
     tail = FileTail(path, block_bytes=16)
-    found = []
+    followed = []
     for start, end in zip([0, *cuts], [*cuts, len(content)], strict=True):
         with path.open("ab") as file:
             file.write(content[start:end])
-        found += _all(tail)
-    assert found == [line for line in lines if line.strip()]
+        followed += _all(tail)
+    assert followed == [line for line in lines if line.strip()]
 
 
 def test_offsets_lead_back_to_the_lines(tmp_path: Path) -> None:

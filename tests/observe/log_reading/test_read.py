@@ -1,4 +1,4 @@
-"""Reading what many processes have said: the order, the filters, the end, files that are torn, old or hostile."""
+"""Reading the logs of many processes: the order, the filters, the end, files that are torn, old or hostile."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def line(t: float, rank: int, text: str = "x", level: str = "info", **fields: ob
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
-    made = RunDirectory(tmp_path / "run")
-    made.logs.mkdir(parents=True)
-    return made
+    run_directory = RunDirectory(tmp_path / "run")
+    run_directory.logs.mkdir(parents=True)
+    return run_directory
 
 
 def write(directory: RunDirectory, rank: int, lines: Sequence[LogLine], files: int = 1) -> None:
-    """A rank's lines in so many files, all but the last set aside."""
+    """Write a rank's lines into ``files`` files, all but the last set aside."""
     path = directory.log(0, rank)
     each = -(-len(lines) // files) or 1
     parts = [lines[begin : begin + each] for begin in range(0, len(lines), each)] or [[]]
@@ -61,7 +61,7 @@ TIMES = st.lists(st.floats(0, 50).map(lambda t: round(t, 1)), max_size=40)
     st.sampled_from(LEVELS),
     st.floats(0, 50),
 )
-def test_the_merge_is_the_sorted_whole_and_its_end_the_end_of_that(
+def test_merged_lines_are_all_lines_in_order_of_time_and_the_end_is_the_newest_of_them(
     tmp_path_factory: pytest.TempPathFactory,
     processes: list[tuple[list[float], int]],
     last: int,
@@ -73,31 +73,33 @@ def test_the_merge_is_the_sorted_whole_and_its_end_the_end_of_that(
     directory.logs.mkdir()
     expected: list[LogLine] = []
     for rank, (times, files) in enumerate(processes):
-        said = [line(t, rank, f"{rank}.{n}", LEVELS[n % 4]) for n, t in enumerate(sorted(times))]
-        write(directory, rank, said, files)
-        expected += said
+        rank_lines = [line(t, rank, f"{rank}.{n}", LEVELS[n % 4]) for n, t in enumerate(sorted(times))]
+        write(directory, rank, rank_lines, files)
+        expected += rank_lines
     query = LogQuery(level=level, since=since)
-    expected = sorted((one for one in expected if query.selects(one)), key=lambda one: one.t)
+    expected = sorted((entry for entry in expected if query.selects(entry)), key=lambda entry: entry.t)
     merged = list(all_lines(directory, query, block))
     end = read_lines(directory, query, last, block_bytes=block)
     # Lines of different processes at the very same time have no order.
-    assert [one.t for one in merged] == [one.t for one in expected]
+    assert [entry.t for entry in merged] == [entry.t for entry in expected]
     for rank in range(len(processes)):
-        assert [one for one in merged if one.rank == rank] == [one for one in expected if one.rank == rank]
+        assert [entry for entry in merged if entry.rank == rank] == [
+            entry for entry in expected if entry.rank == rank
+        ]
     assert (
-        [one.t for one in end] == [one.t for one in expected[max(0, len(expected) - last) :]]
+        [entry.t for entry in end] == [entry.t for entry in expected[max(0, len(expected) - last) :]]
         if last
         else end == []
     )
-    newest = [one.text for one in expected if end and one.t > end[0].t]
-    assert set(newest) <= {one.text for one in end}
+    newest = [entry.text for entry in expected if end and entry.t > end[0].t]
+    assert set(newest) <= {entry.text for entry in end}
 
 
 def test_a_processes_lines_never_change_places_though_its_clock_was_set_back(directory: RunDirectory) -> None:
     write(directory, 0, [line(t, 0, str(n)) for n, t in enumerate([5.0, 6.0, 1.0, 2.0, 7.0])])
     write(directory, 1, [line(t, 1, "other") for t in (1.5, 6.5)])
-    for found in (list(all_lines(directory)), read_lines(directory, LogQuery(), 100)):
-        assert [one.text for one in found if one.rank == 0] == ["0", "1", "2", "3", "4"]
+    for entries in (list(all_lines(directory)), read_lines(directory, LogQuery(), 100)):
+        assert [entry.text for entry in entries if entry.rank == 0] == ["0", "1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize(
@@ -116,11 +118,11 @@ def test_lines_are_chosen(directory: RunDirectory, query: LogQuery, expected: st
     write(directory, 0, [line(1.0, 0, "a")])
     write(directory, 1, [line(2.0, 1, "b"), line(4.0, 1, "d", "error")])
     write(directory, 2, [line(3.0, 2, "c", "warning")])
-    assert "".join(one.text for one in all_lines(directory, query)) == expected
-    assert "".join(one.text for one in read_lines(directory, query, 9)) == expected
+    assert "".join(entry.text for entry in all_lines(directory, query)) == expected
+    assert "".join(entry.text for entry in read_lines(directory, query, 9)) == expected
 
 
-def test_a_pattern_that_is_none_is_refused_by_name() -> None:
+def test_a_pattern_that_is_no_regular_expression_is_refused_by_name() -> None:
     with pytest.raises(LogQueryError, match=r"'\(' is no regular expression"):
         LogQuery(grep="(")
 
@@ -135,8 +137,8 @@ def test_torn_lines_and_strangers_files_are_left_out(directory: RunDirectory) ->
     (directory.logs / "attempt-000-rank-00002.jsonl").write_bytes(os.urandom(1 << 20))
     (directory.logs / "attempt-000-rank-00003.jsonl").symlink_to("nowhere")
     (directory.logs / "notes.txt").write_text("mine")
-    assert [one.text for one in all_lines(directory)] == ["a", "b"]
-    assert [one.text for one in read_lines(directory)] == ["a", "b"]
+    assert [entry.text for entry in all_lines(directory)] == ["a", "b"]
+    assert [entry.text for entry in read_lines(directory)] == ["a", "b"]
     assert read_lines(RunDirectory(directory.path / "nothing")) == []
 
 
@@ -144,11 +146,14 @@ def test_raw_logs_of_earlier_versions_are_read_with_the_time_of_the_file(directo
     path = directory.logs / "attempt-000-rank-00007.log"
     path.write_text('working\nTraceback (most recent call last):\n  File "a", line 1\nValueError: bad\n')
     os.utime(path, (1000.0, 1000.0))
-    found = read_lines(directory)
-    assert [(one.t, one.rank, one.level) for one in found] == [(1000.0, 7, "info"), (1000.0, 7, "error")]
+    entries = read_lines(directory)
+    assert [(entry.t, entry.rank, entry.level) for entry in entries] == [
+        (1000.0, 7, "info"),
+        (1000.0, 7, "error"),
+    ]
     failure = first_logged_failure(directory)
     assert failure is not None
-    assert failure.line == found[1]
+    assert failure.line == entries[1]
 
 
 def test_exceptions_of_a_chain_are_read_as_one(directory: RunDirectory) -> None:
@@ -161,23 +166,25 @@ def test_exceptions_of_a_chain_are_read_as_one(directory: RunDirectory) -> None:
             line(1.0, 0, "y"),
         ],
     )
-    assert [one.text for one in read_lines(directory)] == ["KeyError: 1\nValueError: 2", "y"]
+    assert [entry.text for entry in read_lines(directory)] == ["KeyError: 1\nValueError: 2", "y"]
 
 
-def test_what_is_said_later_is_followed_also_when_files_are_set_aside(directory: RunDirectory) -> None:
+def test_lines_that_are_written_later_are_followed_also_when_files_are_set_aside(
+    directory: RunDirectory,
+) -> None:
     path = directory.log(0, 0)
     write(directory, 0, [line(1.0, 0, "old")])
     follower = Follower(directory, LogQuery())
     assert follower.look() == []
     with path.open("ab") as file:
         file.write(encode(line(2.0, 0, "a")) + encode(line(3.0, 0, "b"))[:-9])
-    assert [one.text for one in follower.look()] == ["a"]
+    assert [entry.text for entry in follower.look()] == ["a"]
     with path.open("ab") as file:
         file.write(encode(line(3.0, 0, "b"))[-9:])
     path.rename(aside(path, 0))
     path.write_bytes(encode(line(4.0, 0, "c")))
     write(directory, 1, [line(3.5, 1, "other")])
-    assert [one.text for one in follower.look()] == ["b", "other", "c"]
+    assert [entry.text for entry in follower.look()] == ["b", "other", "c"]
     assert follower.look() == []
 
 
@@ -190,10 +197,10 @@ def test_a_new_file_that_has_taken_the_inode_of_a_removed_one_is_followed_from_i
     inode = path.stat().st_ino
     path.write_bytes(encode(line(2.0, 0, "new")))  # in place, as if the inode had been free
     assert path.stat().st_ino == inode
-    assert [one.text for one in follower.look()] == ["new"]
+    assert [entry.text for entry in follower.look()] == ["new"]
 
 
-def test_what_many_say_alike_is_one_group_with_a_count(directory: RunDirectory) -> None:
+def test_lines_of_many_ranks_with_the_same_words_are_one_group_with_a_count(directory: RunDirectory) -> None:
     for rank in range(6):
         write(
             directory,
@@ -208,7 +215,7 @@ def test_what_many_say_alike_is_one_group_with_a_count(directory: RunDirectory) 
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9))
-def test_numbers_do_not_tell_texts_apart_and_words_do(a: int, b: int) -> None:
+def test_texts_with_other_numbers_are_the_same_and_with_other_words_are_not(a: int, b: int) -> None:
     assert normalized(f"step {a}: {a / 7}") == normalized(f"step {b}: {b / 7}")
     assert normalized(f"read {a}") != normalized(f"wrote {a}")
 
@@ -216,11 +223,11 @@ def test_numbers_do_not_tell_texts_apart_and_words_do(a: int, b: int) -> None:
 @given(st.sets(st.integers(0, 40)))
 def test_ranges_name_exactly_these_numbers(numbers: set[int]) -> None:
     words = ranges(numbers, most=100)
-    found: set[int] = set()
+    named_numbers: set[int] = set()
     for part in filter(None, words.split(", ")):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    assert found == numbers
+        named_numbers |= set(range(int(first), int(last or first) + 1))
+    assert named_numbers == numbers
 
 
 def test_a_log_without_newlines_is_read_in_bounded_memory_and_its_whole_lines_are_shown(
@@ -229,11 +236,11 @@ def test_a_log_without_newlines_is_read_in_bounded_memory_and_its_whole_lines_ar
     directory = RunDirectory(tmp_path)
     directory.logs.mkdir()
     path = directory.log(0, 0)
-    said = encode(LogLine(1_790_000_000.0, "warning", "n", 0, None, 0, 1, "before"))
-    path.write_bytes(said)
+    encoded = encode(LogLine(1_790_000_000.0, "warning", "n", 0, None, 0, 1, "before"))
+    path.write_bytes(encoded)
     with path.open("ab") as file:
-        file.truncate(len(said) + (1 << 30))
+        file.truncate(len(encoded) + (1 << 30))
     with path.open("ab") as file:
-        file.write(b"\n" + said.replace(b"before", b"after"))
-    assert [one.text for one in read_lines(directory)] == ["before", "after"]
-    assert [one.text for one in all_lines(directory)] == ["before", "after"]
+        file.write(b"\n" + encoded.replace(b"before", b"after"))
+    assert [entry.text for entry in read_lines(directory)] == ["before", "after"]
+    assert [entry.text for entry in all_lines(directory)] == ["before", "after"]

@@ -1,4 +1,4 @@
-"""A failure from which the run has recovered is told apart from the one that ended it."""
+"""A failure from which the run has recovered is distinguished from the one that ended it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of what a process writes, however the pieces of it come."""
+"""Records of the output of a process, for any cut of it into pieces."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_a_traceback_is_one_record_and_complete_as_soon_as_its_exception_is_name
     except ValueError as error:
         text = traceback_of(error)
     assembler = Assembler()
-    found = assembler.add("before\n" + text)
-    assert [record.text for record in found] == ["before", text.rstrip()]
-    assert [record.level for record in found] == ["info", "error"]
+    assembled = assembler.add("before\n" + text)
+    assert [record.text for record in assembled] == ["before", text.rstrip()]
+    assert [record.level for record in assembled] == ["info", "error"]
     assert assembler.settle() == []
 
 
@@ -73,9 +73,9 @@ def test_a_private_key_is_one_record_so_that_it_can_be_masked() -> None:
 
 
 def test_a_line_without_an_end_is_cut_and_bounded() -> None:
-    found = records(*["x" * 100_000] * 50, "\nnext\n")
-    assert sum(len(record.text) for record in found) < 4 * MOST
-    assert found[-1].text == "next"
+    assembled = records(*["x" * 100_000] * 50, "\nnext\n")
+    assert sum(len(record.text) for record in assembled) < 4 * MOST
+    assert assembled[-1].text == "next"
 
 
 @pytest.mark.parametrize("text", ["\x1b]0;title\x07hi", "\x1b[2Jhi", "a\x00b\x9b31mhi", "\u202ehi"])
@@ -106,7 +106,7 @@ def test_a_progress_bar_leaves_its_last_drawing() -> None:
         ("worker 0 ended with code -9", "warning"),
     ],
 )
-def test_the_level_of_a_line_is_told_by_what_it_says(text: str, level: str) -> None:
+def test_the_level_of_a_line_is_read_from_its_words(text: str, level: str) -> None:
     assert level_of(text) == level
 
 

@@ -1,4 +1,4 @@
-"""The failure that came first is told from those that came of it, whatever the clocks say."""
+"""The first failure is distinguished from those that it caused, also if the clocks of machines differ."""
 
 from __future__ import annotations
 
@@ -30,43 +30,43 @@ def line(t: float, rank: int, text: str) -> LogLine:
     st.randoms(use_true_random=False),
 )
 def test_an_error_of_its_own_comes_before_any_loss_of_a_peer(culprit, others, random) -> None:  # type: ignore[no-untyped-def]
-    said = [line(100.0 + skew, rank, text) for rank, (text, skew) in enumerate(others) if rank != culprit]
-    said += [line(101.0, rank, ended_text("ended with code 1")) for rank in range(8)]
-    said.append(line(100.0, culprit, OWN))
-    random.shuffle(said)
-    found = first_failure(said)
-    assert found is not None
-    assert found.line.rank == culprit
-    assert len(found.followers) == 7
-    assert found.evidence[0] == "its error does not come of losing another process"
+    lines = [line(100.0 + skew, rank, text) for rank, (text, skew) in enumerate(others) if rank != culprit]
+    lines += [line(101.0, rank, ended_text("ended with code 1")) for rank in range(8)]
+    lines.append(line(100.0, culprit, OWN))
+    random.shuffle(lines)
+    failure = first_failure(lines)
+    assert failure is not None
+    assert failure.line.rank == culprit
+    assert len(failure.followers) == 7
+    assert failure.evidence[0] == "its error does not come of losing another process"
 
 
-def test_a_process_that_was_killed_without_a_word_is_found_by_its_end() -> None:
-    said = [
+def test_a_process_that_was_killed_without_a_word_is_named_by_its_end() -> None:
+    lines = [
         line(1.0, 0, OF_ANOTHER[0]),
         line(1.2, 2, OF_ANOTHER[1]),
         line(11.0, 1, ended_text("was killed by SIGKILL")),
     ]
-    found = first_failure(said)
-    assert found is not None
-    assert found.line.rank == 1
+    failure = first_failure(lines)
+    assert failure is not None
+    assert failure.line.rank == 1
 
 
 def test_where_all_lost_somebody_the_earliest_is_named_and_that_it_is_a_guess() -> None:
-    found = first_failure([line(2.0, 0, OF_ANOTHER[0]), line(1.0, 1, OF_ANOTHER[1])])
-    assert found is not None
-    assert found.line.rank == 1
-    assert "its cause has left no word" in found.evidence[0]
+    failure = first_failure([line(2.0, 0, OF_ANOTHER[0]), line(1.0, 1, OF_ANOTHER[1])])
+    assert failure is not None
+    assert failure.line.rank == 1
+    assert "its cause has left no word" in failure.evidence[0]
 
 
-def test_of_a_chain_the_first_exception_decides() -> None:
+def test_the_first_exception_of_a_chain_decides() -> None:
     chain = f"{OWN}\n\nDuring handling of the above exception, another exception occurred:\n\n{OF_ANOTHER[0]}"
     assert not comes_of_another(chain)
     assert what_happened(chain) == "ValueError: bad luck"
 
 
 def test_only_the_newest_burst_counts() -> None:
-    found = first_failure([line(0.0, 5, OWN), line(1000.0, 3, OWN), line(1000.1, 2, OF_ANOTHER[0])])
-    assert found is not None
-    assert (found.line.rank, len(found.followers)) == (3, 1)
+    failure = first_failure([line(0.0, 5, OWN), line(1000.0, 3, OWN), line(1000.1, 2, OF_ANOTHER[0])])
+    assert failure is not None
+    assert (failure.line.rank, len(failure.followers)) == (3, 1)
     assert first_failure([]) is None

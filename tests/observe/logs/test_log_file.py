@@ -12,8 +12,8 @@ from phalanx.observe.logs.line import LogLine, decode, decode_lines, encode
 from phalanx.observe.logs.log_file import Bounds, LogFile, set_aside
 
 
-def lost(lines: int, why: str) -> bytes:
-    return f"lost {lines}: {why}\n".encode()
+def lost(lines: int, reason: str) -> bytes:
+    return f"lost {lines}: {reason}\n".encode()
 
 
 def content(path: Path) -> list[bytes]:
@@ -45,7 +45,7 @@ def test_a_log_has_as_many_files_as_its_bound_allows(files: int, lines: int) -> 
         assert content(path) == [b"%09d" % number for number in (0, *newest)]
 
 
-def test_a_process_that_is_started_again_goes_on_with_the_files_of_the_one_before(tmp_path: Path) -> None:
+def test_a_process_that_is_started_again_continues_the_files_of_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     for life in range(6):
         log = LogFile(path, Bounds(50, 3), lost)
@@ -58,16 +58,16 @@ def test_a_process_that_is_started_again_goes_on_with_the_files_of_the_one_befor
     assert (kept[0], kept[-1]) == (0, 56)
 
 
-def test_a_full_disk_costs_lines_and_one_word_and_says_how_many_when_there_is_room_again(
+def test_a_full_disk_costs_lines_and_one_message_and_their_number_is_logged_when_there_is_room_again(
     tmp_path: Path,
 ) -> None:
-    path, told, now = tmp_path / "a.jsonl", list[str](), [0.0]
+    path, messages, now = tmp_path / "a.jsonl", list[str](), [0.0]
     path.symlink_to("/dev/full")
-    log = LogFile(path, Bounds(), lost, told.append, lambda: now[0])
+    log = LogFile(path, Bounds(), lost, messages.append, lambda: now[0])
     for _ in range(10):
         log.write(b"no room\n")
-    assert len(told) == 1
-    assert "No space left" in told[0]
+    assert len(messages) == 1
+    assert "No space left" in messages[0]
     path.unlink()
     log.close()
     log.write(b"too early to try again\n")
@@ -97,7 +97,7 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
 def test_what_is_no_line_of_a_log_is_left_out(garbage: bytes) -> None:
     line = LogLine(1.5, "info", "n", 3, None, 0, None, "text \udcff")
     block = encode(line) + garbage.replace(b"\n", b"") + b"\n" + encode(line)
-    found = decode_lines(block)
-    assert [found[0].t, found[-1].t] == [1.5, 1.5]
-    assert found[0].text == "text \\udcff"
+    decoded = decode_lines(block)
+    assert [decoded[0].t, decoded[-1].t] == [1.5, 1.5]
+    assert decoded[0].text == "text \\udcff"
     decode(garbage)

@@ -52,7 +52,7 @@ def test_a_credential_is_masked_where_it_stands(text: str) -> None:
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N",
     ],
 )
-def test_a_token_whose_prefix_tells_whose_it_is_is_masked_without_being_known(token: str) -> None:
+def test_a_token_with_the_prefix_of_its_service_is_masked_without_being_known(token: str) -> None:
     assert SecretMask()(f"using {token} now") == f"using {MASKED} now"
 
 
@@ -71,7 +71,7 @@ def test_what_is_no_credential_stays(text: str) -> None:
     assert SecretMask()(text) == text
 
 
-def test_the_values_of_secret_variables_are_masked_wherever_they_stand() -> None:
+def test_the_values_of_secret_variables_are_masked_everywhere() -> None:
     mask = SecretMask.of_environment(
         {
             "MY_SERVICE_TOKEN": SECRET,

@@ -53,13 +53,13 @@ def read(text: bytes) -> dict[str, float]:
 
 
 def test_a_source_that_raises_costs_only_itself_and_is_counted() -> None:
-    told: list[str] = []
-    exporter = Exporter({"bad": failing, "good": good}, LABELS, told.append, patience_s=100.0)
+    messages: list[str] = []
+    exporter = Exporter({"bad": failing, "good": good}, LABELS, messages.append, patience_s=100.0)
     with closing(exporter):
-        found = read(exporter.text())
-    assert found["phalanx_good,r"] == 1
-    assert found["phalanx_exporter_failures_total,r,bad"] == 1
-    assert told == ["metrics of bad are left out: ValueError: no number"]
+        values = read(exporter.text())
+    assert values["phalanx_good,r"] == 1
+    assert values["phalanx_exporter_failures_total,r,bad"] == 1
+    assert messages == ["metrics of bad are left out: ValueError: no number"]
 
 
 def test_a_source_that_hangs_costs_a_moment_once_and_then_nothing() -> None:
@@ -71,13 +71,13 @@ def test_a_source_that_hangs_costs_a_moment_once_and_then_nothing() -> None:
 
     exporter = Exporter({"good": good, "hung": hung}, LABELS, patience_s=0.2, share=1e9)
     with closing(exporter):
-        asked, answered = 0, 0
+        scrapes, answered = 0, 0
         while answered < 2:  # on a busy machine a good source may need more than the patience, too
-            found, asked = read(exporter.text()), asked + 1
-            answered += found.get("phalanx_good,r") == 1
-            assert found["phalanx_exporter_failures_total,r,hung"] == asked
+            values, scrapes = read(exporter.text()), scrapes + 1
+            answered += values.get("phalanx_good,r") == 1
+            assert values["phalanx_exporter_failures_total,r,hung"] == scrapes
         hanging.set()
-        failures, deadline_s = asked, time.monotonic() + 100
+        failures, deadline_s = scrapes, time.monotonic() + 100
         while failures != (failures := read(exporter.text())["phalanx_exporter_failures_total,r,hung"]):
             assert time.monotonic() < deadline_s
 
@@ -86,12 +86,12 @@ def test_a_metric_that_cannot_be_computed_leaves_the_others_of_its_source() -> N
     broken = Derived(Metric("phalanx_broken", "gauge", "Broken.", "test"), lambda _: 1 / 0)
     failed: list[str] = []
     derived = [broken, Derived(GOOD, lambda facts: facts)]
-    found = collect(derived, 3.0, LABELS, lambda metric, _error: failed.append(metric.name))
-    assert [(one.metric.name, one.value) for one in found] == [("phalanx_good", 3.0)]
+    samples = collect(derived, 3.0, LABELS, lambda metric, _error: failed.append(metric.name))
+    assert [(sample.metric.name, sample.value) for sample in samples] == [("phalanx_good", 3.0)]
     assert failed == ["phalanx_broken"]
 
 
-def test_however_often_one_asks_the_text_is_not_made_anew_all_the_time() -> None:
+def test_a_text_that_is_costly_to_make_is_made_once_for_many_scrapes_in_a_row() -> None:
     made: list[int] = []
 
     def dear() -> list[Sample]:
@@ -126,17 +126,17 @@ def get(server: MetricsServer, path: str, **headers: str) -> tuple[int, str, byt
     return answer.status, answer.headers["Content-Type"], body
 
 
-def test_the_format_is_the_one_that_is_asked_for(server: MetricsServer) -> None:
+def test_the_format_is_that_of_the_accept_header(server: MetricsServer) -> None:
     status, kind, text = get(server, "/metrics")
     assert (status, kind.split(";")[0], read(text)["phalanx_good,r"]) == (200, "text/plain", 1)
-    asked = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
-    status, kind, text = get(server, "/metrics", **asked)
+    headers = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
+    status, kind, text = get(server, "/metrics", **headers)
     assert kind.startswith("application/openmetrics-text")
     assert text.endswith(b"# EOF\n")
     assert text.count(b"# EOF") == 1
 
 
-def test_a_text_is_compressed_for_who_can_read_it(server: MetricsServer) -> None:
+def test_a_text_is_compressed_for_clients_that_can_read_it(server: MetricsServer) -> None:
     zipped = get(server, "/metrics", **{"Accept-Encoding": "gzip"})[2]
     assert read(zipped).keys() == read(get(server, "/metrics")[2]).keys()
     assert json.loads(get(server, "/targets", **{"Accept-Encoding": "gzip"})[2]) == [1]
@@ -147,7 +147,7 @@ def test_a_target_that_is_a_url_is_answered_by_its_path(server: MetricsServer) -
     assert get(server, "http://localhost/secret")[0] == 404
 
 
-def test_what_is_not_there_or_fails_is_told_by_its_status(server: MetricsServer) -> None:
+def test_a_page_that_is_missing_or_fails_has_the_status_of_its_error(server: MetricsServer) -> None:
     assert get(server, "/secret")[0] == 404
     assert get(server, "/bad")[0] == 500
     with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=100)) as connection:
@@ -156,11 +156,12 @@ def test_what_is_not_there_or_fails_is_told_by_its_status(server: MetricsServer)
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"GET", b"\x00" * 40_000, b"GET /metrics\r\n\r\n", b"GET / / HTTP/1.1\r\n\r\n", b"\r\n\r\n"]
+    "nonsense",
+    [b"", b"GET", b"\x00" * 40_000, b"GET /metrics\r\n\r\n", b"GET / / HTTP/1.1\r\n\r\n", b"\r\n\r\n"],
 )
-def test_a_client_that_talks_nonsense_is_hung_up_on(server: MetricsServer, said: bytes) -> None:
+def test_a_client_that_talks_nonsense_is_hung_up_on(server: MetricsServer, nonsense: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=100) as client, suppress(OSError):
-        client.sendall(said)
+        client.sendall(nonsense)
         client.shutdown(socket.SHUT_WR)
         while client.recv(1 << 16):
             pass
@@ -183,25 +184,27 @@ def test_many_clients_that_send_nothing_and_never_read_delay_a_scrape_and_do_not
             client.close()
 
 
-def test_each_process_of_a_machine_finds_a_port_and_says_which(tmp_path: Path) -> None:
+def test_each_process_of_a_machine_finds_a_port_and_announces_it(tmp_path: Path) -> None:
     port = free_port(3)
     directory, observe = RunDirectory(tmp_path), ObserveSpec(metrics_port=port)
-    told: list[str] = []
-    ends = [Endpoint(directory, observe, 0, node, "10.0.0.1", told.append) for node in ("", "n/1", "n2")]
+    messages: list[str] = []
+    ends = [Endpoint(directory, observe, 0, node, "10.0.0.1", messages.append) for node in ("", "n/1", "n2")]
     for end in ends:
         end.start({"good": good})
     deadline_s = time.monotonic() + 100
     while len(targets([tmp_path])) < 3:
-        assert time.monotonic() < deadline_s, told
+        assert time.monotonic() < deadline_s, messages
         time.sleep(0.01)
-    found = targets([tmp_path])
-    assert len({address for entry in found for address in entry["targets"]}) == 3  # type: ignore[attr-defined]
-    for entry in found:
+    entries = targets([tmp_path])
+    assert len({address for entry in entries for address in entry["targets"]}) == 3  # type: ignore[attr-defined]
+    for entry in entries:
         (address,) = entry["targets"]  # type: ignore[attr-defined]
         # On a busy machine the source may be late for one text; the next one has it.
         while b"phalanx_good" not in urllib.request.urlopen(f"http://{address}/metrics", timeout=100).read():
             assert time.monotonic() < deadline_s
-    assert json.loads(urllib.request.urlopen(f"http://127.0.0.1:{port}/targets", timeout=100).read()) == found
+    assert (
+        json.loads(urllib.request.urlopen(f"http://127.0.0.1:{port}/targets", timeout=100).read()) == entries
+    )
     for end in ends:
         end.close()
     assert targets([tmp_path]) == []
@@ -213,13 +216,13 @@ def test_without_a_port_nothing_is_opened(tmp_path: Path) -> None:
 
 
 def test_an_address_that_cannot_be_had_is_a_line_in_the_log_and_no_more(tmp_path: Path) -> None:
-    told: list[str] = []
-    end = Endpoint(RunDirectory(tmp_path), ObserveSpec(metrics_port=1, metrics_host="203.0.113.7"), 0, "", "h", told.append)  # fmt: skip
+    messages: list[str] = []
+    end = Endpoint(RunDirectory(tmp_path), ObserveSpec(metrics_port=1, metrics_host="203.0.113.7"), 0, "", "h", messages.append)  # fmt: skip
     end.start({"good": good})
     deadline_s = time.monotonic() + 100
-    while not told and time.monotonic() < deadline_s:
+    while not messages and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert "observe.metrics_host" in told[0]
+    assert "observe.metrics_host" in messages[0]
     end.close()
 
 

@@ -23,17 +23,19 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 @st.composite
 def samples(draw: st.DrawFn) -> list[Sample]:
-    found = []
+    drawn = []
     for metric in METRICS:
         for _ in range(draw(st.integers(0, 3))):
             labels = Labels(run=draw(TEXTS), node=draw(TEXTS))
             value = {"gauge": draw(VALUES), "counter": draw(st.floats(0, 1e300)), "info": 1.0}[metric.kind]
-            found.append(Sample(metric, labels, value))
-    return found
+            drawn.append(Sample(metric, labels, value))
+    return drawn
 
 
-def series(found: list[Sample]) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    return {(one.metric.name, frozenset(one.labels.pairs.items())): float(one.value) for one in found}
+def series(drawn: list[Sample]) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (sample.metric.name, frozenset(sample.labels.pairs.items())): float(sample.value) for sample in drawn
+    }
 
 
 def same(left: dict[object, float], right: dict[object, float]) -> bool:
@@ -43,20 +45,20 @@ def same(left: dict[object, float], right: dict[object, float]) -> bool:
 
 
 @given(samples())
-def test_what_was_rendered_is_read_back_by_the_librarys_parser(found: list[Sample]) -> None:
-    families = list(parse_text(render(found).decode()))
+def test_what_was_rendered_is_read_back_by_the_librarys_parser(drawn: list[Sample]) -> None:
+    families = list(parse_text(render(drawn).decode()))
     read = {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
-    assert same(read, series(found))
+    assert same(read, series(drawn))
     kinds = {s.name: f.type for f in families for s in f.samples}
-    assert all(kinds[one.metric.name] == one.metric.kind.replace("info", "gauge") for one in found)
+    assert all(kinds[sample.metric.name] == sample.metric.kind.replace("info", "gauge") for sample in drawn)
 
 
 @given(samples())
 def test_what_was_rendered_as_open_metrics_is_read_back_by_the_librarys_strict_parser(
-    found: list[Sample],
+    drawn: list[Sample],
 ) -> None:
-    # Its rules forbid families called alike but for a suffix; we have none of these.
-    plain = [one for one in found if one.metric.name != "phalanx_c"]
+    # Its rules forbid families whose names differ only by a suffix; we have none of these.
+    plain = [sample for sample in drawn if sample.metric.name != "phalanx_c"]
     families = list(parse_open_metrics(render(plain, open_metrics=True).decode()))
     read = {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
     assert same(read, series(plain))
@@ -64,13 +66,13 @@ def test_what_was_rendered_as_open_metrics_is_read_back_by_the_librarys_strict_p
 
 
 def test_help_is_escaped_as_each_format_wants_it() -> None:
-    one = [Sample(METRICS[0], Labels(), 1.0)]
-    assert next(iter(parse_text(render(one).decode()))).documentation == METRICS[0].help
-    read = next(iter(parse_open_metrics(render(one, open_metrics=True).decode())))
+    single = [Sample(METRICS[0], Labels(), 1.0)]
+    assert next(iter(parse_text(render(single).decode()))).documentation == METRICS[0].help
+    read = next(iter(parse_open_metrics(render(single, open_metrics=True).decode())))
     assert read.documentation == METRICS[0].help
 
 
-def test_of_a_series_that_comes_twice_the_last_sample_counts() -> None:
+def test_the_last_sample_of_a_series_that_comes_twice_counts() -> None:
     labels = Labels(run="a")
     text = render(
         [Sample(METRICS[1], labels, 1), Sample(METRICS[0], labels, 2), Sample(METRICS[1], labels, 3)]

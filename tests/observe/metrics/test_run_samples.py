@@ -1,4 +1,4 @@
-"""The metrics of a run directory: the same as the events say, however they arrive, and whatever stands between them."""
+"""The metrics of a run directory are those of its events, also if these arrive in pieces or other lines are between them."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def write(folder: Path, attempts: list[list[object]]) -> Path:
 
 def values(samples: list[Sample]) -> dict[str, float]:
     """Value by name, with the labels beside the run's in brackets."""
-    found = {}
+    by_name = {}
     for metric, labels, value in samples:
         more = [text for name, text in labels.pairs.items() if name != "run"]
-        found[metric.name.removeprefix("phalanx_") + (f"[{','.join(more)}]" if more else "")] = value
-    return found
+        by_name[metric.name.removeprefix("phalanx_") + (f"[{','.join(more)}]" if more else "")] = value
+    return by_name
 
 
 @pytest.fixture
@@ -63,30 +63,38 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_newest_numbers_and_the_sums_over_all_attempts_are_there(run: Path) -> None:
-    found = values(run_samples(run))
-    assert found["run_steps"] == 100
-    assert (found["step"], found["steps_total"], found["lost_steps_total"]) == (4, 5, 1)
-    assert found["loss"] != found["loss"], "not a number"
-    assert (found["tokens"], found["mfu_ratio"], found["usual_step_seconds"]) == (256, 0.4, 1.0)
-    assert found["ledger_seconds_total[step.compute]"] == 3.0 + 2.0
-    assert (found["checkpoints_total"], found["checkpoint_failures_total"], found["checkpoint_step"]) == (
+    metrics = values(run_samples(run))
+    assert metrics["run_steps"] == 100
+    assert (metrics["step"], metrics["steps_total"], metrics["lost_steps_total"]) == (4, 5, 1)
+    assert metrics["loss"] != metrics["loss"], "not a number"
+    assert (metrics["tokens"], metrics["mfu_ratio"], metrics["usual_step_seconds"]) == (256, 0.4, 1.0)
+    assert metrics["ledger_seconds_total[step.compute]"] == 3.0 + 2.0
+    assert (
+        metrics["checkpoints_total"],
+        metrics["checkpoint_failures_total"],
+        metrics["checkpoint_step"],
+    ) == (
         1,
         1,
         2,
     )
-    assert (found["nonfinite_steps_total"], found["skipped_steps_total"]) == (1, 1)
-    assert (found["evaluations_total"], found["evaluation_loss"]) == (1, 1.5)
-    assert (found["attempts_total"], found["recoveries_total"], found["recovery_moved_bytes_total"]) == (
+    assert (metrics["nonfinite_steps_total"], metrics["skipped_steps_total"]) == (1, 1)
+    assert (metrics["evaluations_total"], metrics["evaluation_loss"]) == (1, 1.5)
+    assert (
+        metrics["attempts_total"],
+        metrics["recoveries_total"],
+        metrics["recovery_moved_bytes_total"],
+    ) == (
         2,
         1,
         5,
     )
-    assert found["messages_total[warning]"] == 1
-    assert found["run_state[training]"] == 1
+    assert metrics["messages_total[warning]"] == 1
+    assert metrics["run_state[training]"] == 1
 
 
 def test_the_label_is_the_run_directory_whose_name_no_other_run_has(run: Path) -> None:
-    assert {one.labels.pairs["run"] for one in run_samples(run)} == {run.name}
+    assert {sample.labels.pairs["run"] for sample in run_samples(run)} == {run.name}
 
 
 def test_a_run_without_events_has_no_samples(tmp_path: Path) -> None:
@@ -95,20 +103,20 @@ def test_a_run_without_events_has_no_samples(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(1, 400), max_size=30))
-def test_a_stream_that_is_read_in_pieces_says_what_it_says_read_at_once(
+def test_a_stream_that_is_read_in_pieces_has_the_metrics_of_one_that_is_read_at_once(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int]
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
     write(folder, [[RunStarted("r", 9), *(step(n, float(n)) for n in range(1, 9)), Finished({})]])
-    whole = (folder / "events.jsonl").read_bytes()
+    content = (folder / "events.jsonl").read_bytes()
     grown = folder / "grown"
     grown.mkdir()
     sampler, at = RunSampler(grown, run=folder.name), 0
     for cut in cuts:
-        (grown / "events.jsonl").write_bytes(whole[: at + cut])
+        (grown / "events.jsonl").write_bytes(content[: at + cut])
         at += cut
         sampler.catch_up(1.0)
-    (grown / "events.jsonl").write_bytes(whole)
+    (grown / "events.jsonl").write_bytes(content)
     assert values(sampler.samples()) == values(run_samples(folder))
 
 
@@ -143,21 +151,21 @@ def test_a_long_stream_is_read_in_looks_of_a_bounded_time(tmp_path: Path) -> Non
 
 def events_of(attempts: int, seed: int) -> list[Event]:
     """A long run with restarts, as its events."""
-    draw, done, t, found = random.Random(seed), 0, 0.0, list[Event]()
+    draw, done, t, events = random.Random(seed), 0, 0.0, list[Event]()
     for attempt in range(attempts):
         resumed = max(0, done - draw.randrange(30))
         seconds = {"start.process": draw.random(), "step.compute": 0.0}
         t += seconds["start.process"]
-        found += [Event(t, attempt, RunStarted("r", 10**6)), Event(t, attempt, Restored(resumed, "memory"))]
+        events += [Event(t, attempt, RunStarted("r", 10**6)), Event(t, attempt, Restored(resumed, "memory"))]
         for number in range(resumed + 1, resumed + draw.randrange(40, 3000)):
             seconds["step.compute"] += 1.0
             t, done = t + 1.0, number
-            found.append(
+            events.append(
                 Event(t, attempt, Step(number, 10**6, 1.0, 1.0, 1.0, 1, 1.0, 1.0, ledger=dict(seconds)))
             )
             if number % 10 == 0:
-                found.append(Event(t, attempt, CheckpointSaved(number, "c")))
-    return found
+                events.append(Event(t, attempt, CheckpointSaved(number, "c")))
+    return events
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -173,6 +181,6 @@ def test_goodput_of_a_long_run_is_that_of_the_whole_stream_though_old_ledgers_ar
 
 def test_the_sums_are_those_of_the_goodput_report_on_a_run_that_another_process_wrote(run: Path) -> None:
     report = goodput(read_events(run / "events.jsonl"))
-    found = values(run_samples(run))
-    assert found["goodput_ratio"] == report.goodput_if_kept
-    assert found["outcome_seconds[rollback]"] == report.rollback_ns / 1e9
+    metrics = values(run_samples(run))
+    assert metrics["goodput_ratio"] == report.goodput_if_kept
+    assert metrics["outcome_seconds[rollback]"] == report.rollback_ns / 1e9

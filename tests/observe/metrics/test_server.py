@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from phalanx.observe.metrics.endpoint import HttpResponse, MetricsServer
 
 
-def test_clients_that_say_nothing_keep_nobody_waiting_however_many_they_are() -> None:
+def test_any_number_of_clients_that_send_nothing_delays_nobody() -> None:
     pages = {"/metrics": lambda _: HttpResponse(b"1")}
     with ExitStack() as stack:
         server = stack.enter_context(closing(MetricsServer(pages, "127.0.0.1", 0, request_timeout_s=600.0)))

@@ -1,4 +1,4 @@
-"""The file of what a rank recorded: read as it was written, whatever else is refused by its name."""
+"""The file of a rank's recorded step is read as it was written, and any other file is refused by its name."""
 
 from __future__ import annotations
 
@@ -38,12 +38,17 @@ def trace_of(**changed: Any) -> RankTrace:
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     path, trace = tmp_path / "rank.npz", trace_of()
     write_rank_trace(path, trace)
-    found = read_rank_trace(path)
-    assert (found.rank, found.meta, found.names, found.marks) == (3, trace.meta, trace.names, trace.marks)
-    assert np.array_equal(found.events, trace.events)
-    assert np.array_equal(found.allocations, trace.allocations)
-    assert found.mark(0) == {"kind": "step", "name": "step 4"}
-    assert found.mark(1) is None
+    read_back = read_rank_trace(path)
+    assert (read_back.rank, read_back.meta, read_back.names, read_back.marks) == (
+        3,
+        trace.meta,
+        trace.names,
+        trace.marks,
+    )
+    assert np.array_equal(read_back.events, trace.events)
+    assert np.array_equal(read_back.allocations, trace.allocations)
+    assert read_back.mark(0) == {"kind": "step", "name": "step 4"}
+    assert read_back.mark(1) is None
 
 
 @pytest.mark.parametrize(
@@ -71,9 +76,9 @@ def test_tables_that_do_not_fit_together_are_refused(tmp_path: Path, changed: di
 def test_a_torn_file_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "rank.npz"
     write_rank_trace(path, trace_of())
-    whole = path.read_bytes()
-    for length in (0, 1, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
+    content = path.read_bytes()
+    for length in (0, 1, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
         with pytest.raises(ProfileFileError, match=r"rank\.npz"):
             read_rank_trace(path)
 

@@ -30,16 +30,16 @@ GOOD = {"name": "a-1", "steps": 2, "ranks": "auto", "until_unix_s": NOW_S + 60}
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
-    found = RunDirectory(tmp_path)
-    found.profiles.mkdir()
-    return found
+    run_directory = RunDirectory(tmp_path)
+    run_directory.profiles.mkdir()
+    return run_directory
 
 
 @pytest.mark.parametrize("ranks", ["auto", "all", (0, 3)])
 def test_a_request_is_read_as_it_was_written(directory: RunDirectory, ranks: Any) -> None:
-    asked = ProfileRequest(new_name(NOW_S), 3, ranks, NOW_S + 5)
-    write_request(directory, asked)
-    assert read_request(directory, NOW_S) == asked
+    request = ProfileRequest(new_name(NOW_S), 3, ranks, NOW_S + 5)
+    write_request(directory, request)
+    assert read_request(directory, NOW_S) == request
 
 
 def test_a_new_name_is_a_name_that_no_other_has() -> None:

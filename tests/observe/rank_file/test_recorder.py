@@ -1,4 +1,4 @@
-"""The ranks' numbers are written beside training: no disk holds a step up, and trouble is told once."""
+"""The ranks' numbers are written beside training: no disk delays a step, and trouble is reported once."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def test_nothing_is_made_if_nothing_is_recorded(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_trouble_is_told_once_and_names_the_file(tmp_path: Path) -> None:
+def test_trouble_is_reported_once_with_the_file(tmp_path: Path) -> None:
     recorder = RankRecorder(tmp_path / "no such folder" / "ranks.bin")
-    told = [recorder.record(drawn_frame(1, step, 3)) for step in range(5)]
-    told.append(recorder.close(PATIENCE_S))
-    (one,) = [text for text in told if text]
-    assert "no such folder" in one
-    assert "training continues" in one
+    warnings = [recorder.record(drawn_frame(1, step, 3)) for step in range(5)]
+    warnings.append(recorder.close(PATIENCE_S))
+    (warning,) = [text for text in warnings if text]
+    assert "no such folder" in warning
+    assert "training continues" in warning
 
 
-def test_a_disk_that_hangs_holds_nobody_up_and_the_frames_that_do_not_fit_are_dropped(tmp_path: Path) -> None:
+def test_a_disk_that_hangs_delays_nobody_and_the_frames_that_do_not_fit_are_dropped(tmp_path: Path) -> None:
     recorder = RankRecorder(tmp_path / "ranks.bin")
     hanging = threading.Event()
     recorder._work = hanging.wait  # type: ignore[method-assign]  a write that does not come back
-    told = [recorder.record(drawn_frame(1, step, 3)) for step in range(2 * _QUEUE_FRAMES)]
-    assert [text for text in told if text] == [
+    warnings = [recorder.record(drawn_frame(1, step, 3)) for step in range(2 * _QUEUE_FRAMES)]
+    assert [text for text in warnings if text] == [
         f"{tmp_path}/ranks.bin is written too slowly; training continues, and some of the ranks' numbers will be missing"
     ]
     assert recorder.close(timeout_s=0.05) == ""
@@ -67,11 +67,11 @@ def test_frames_that_a_hanging_disk_has_not_taken_at_the_end_are_reported(tmp_pa
 def test_frames_are_written_again_once_the_trouble_is_over(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "ranks.bin"
     recorder = RankRecorder(path)
-    told = recorder.record(drawn_frame(1, 1, 3))
-    while not told:
+    warning = recorder.record(drawn_frame(1, 1, 3))
+    while not warning:
         time.sleep(0.05)  # as steps do: the queue is not to fill up
-        told = recorder.record(drawn_frame(1, 1, 3))
-    assert "No such file" in told
+        warning = recorder.record(drawn_frame(1, 1, 3))
+    assert "No such file" in warning
     os.mkdir(path.parent)
     recorder.record(drawn_frame(1, 2, 3))
     recorder.close(PATIENCE_S)

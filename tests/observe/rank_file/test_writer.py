@@ -34,12 +34,12 @@ def test_a_file_never_grows_far_beyond_its_bound_and_keeps_its_whole_history(
         for frame in frames:
             writer.append(frame)
             assert path.stat().st_size <= 42 * FRAME_BYTES
-    found = read(path)
-    assert sum(one.steps for one in found) == sum(frame.steps for frame in frames)
-    assert same(found[-1], frames[-1])
-    sizes = [one.steps for one in found]
+    read_back = read(path)
+    assert sum(frame.steps for frame in read_back) == sum(frame.steps for frame in frames)
+    assert same(read_back[-1], frames[-1])
+    sizes = [frame.steps for frame in read_back]
     assert sizes == sorted(sizes, reverse=True)  # the newer, the finer
-    assert len(found) > 20
+    assert len(read_back) > 20
 
 
 def test_a_heat_map_of_a_coarsened_file_has_the_peaks_of_the_whole(tmp_path: Path) -> None:
@@ -48,10 +48,10 @@ def test_a_heat_map_of_a_coarsened_file_has_the_peaks_of_the_whole(tmp_path: Pat
     with RankStreamWriter(tmp_path / "coarse", most_frames=30) as writer:
         for frame in frames:
             writer.append(frame)
-    with RankStream(tmp_path / "whole") as whole, RankStream(tmp_path / "coarse") as coarse:
-        assert len(coarse) < len(whole)
+    with RankStream(tmp_path / "whole") as full, RankStream(tmp_path / "coarse") as coarse:
+        assert len(coarse) < len(full)
         for column in RANK_COLUMNS:
-            peaks = [stream.heat_map(column, most_columns=1).values for stream in (whole, coarse)]
+            peaks = [stream.heat_map(column, most_columns=1).values for stream in (full, coarse)]
             np.testing.assert_array_equal(*peaks)
 
 
@@ -75,7 +75,7 @@ HEADS = st.lists(
 
 
 @given(HEADS, st.integers(0, 3000), st.integers(1, 12))
-def test_coarsening_merges_only_what_is_alike_and_drops_only_the_oldest(
+def test_coarsening_merges_only_frames_of_equal_ranks_and_attempts_and_drops_only_the_oldest(
     heads: list[FrameHead], most_bytes: int, most_frames: int
 ) -> None:
     groups = coarser(heads, most_bytes, most_frames)
@@ -90,7 +90,7 @@ def test_coarsening_merges_only_what_is_alike_and_drops_only_the_oldest(
     assert bool(groups) == bool(heads)
 
 
-def test_frames_go_on_over_restarts_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_frames_continue_over_restarts_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     frames = [drawn_frame(1, 10, 4, 0), drawn_frame(1, 20, 4, 0), drawn_frame(1, 20, 2, 1)]
     write(tmp_path / "ranks.bin", *frames[:2])
     write(tmp_path / "ranks.bin", frames[2])
@@ -110,7 +110,7 @@ def test_two_writers_at_once_lose_no_frame(tmp_path: Path) -> None:
         assert stream.steps.tolist() == list(range(10))
 
 
-def test_a_file_that_was_removed_is_begun_anew(tmp_path: Path) -> None:
+def test_a_file_that_was_removed_is_created_again(tmp_path: Path) -> None:
     path = tmp_path / "ranks.bin"
     with RankStreamWriter(path) as writer:
         writer.append(drawn_frame(1, 1, 3))
@@ -151,7 +151,7 @@ with opened or RankStreamWriter(path, most_frames=8) as writer:
 
 
 @pytest.mark.parametrize(("before", "free"), [(8, 0), (3, 1)])
-def test_a_process_with_hardly_a_descriptor_left_writes_on_and_loses_no_frame(
+def test_a_process_with_hardly_a_descriptor_left_still_writes_and_loses_no_frame(
     tmp_path: Path, before: int, free: int
 ) -> None:
     path = tmp_path / "ranks.bin"
@@ -188,6 +188,6 @@ def test_a_full_disk_costs_only_the_frames_that_did_not_fit(
             writer.append(drawn_frame(4, 1000, RANKS))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    found = read(path)
-    whole = [one.step for one in found if same(one, drawn_frame(4, one.step, RANKS))]
-    assert whole == [*kept, 1000]
+    read_back = read(path)
+    intact = [frame.step for frame in read_back if same(frame, drawn_frame(4, frame.step, RANKS))]
+    assert intact == [*kept, 1000]

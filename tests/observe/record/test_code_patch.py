@@ -1,4 +1,4 @@
-"""What a commit does not say of a checkout: a patch that applies, without secrets, bounded."""
+"""Changes of a checkout since its commit: a patch that applies, without secrets, bounded."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def test_the_patch_makes_the_commit_what_it_was_then(checkout: Path, tmp_path: P
     git(root, "mv", ".env", "notes.txt")
     (checkout / "new.py").write_text("three = 3\n")
     git(root, "add", "src/phalanx/new.py")
-    found = code_patch(checkout, ())
-    assert found is not None
+    changes = code_patch(checkout, ())
+    assert changes is not None
     subprocess.run(["git", "clone", "--quiet", str(root), str(tmp_path / "clone")], check=True)
-    (tmp_path / "patch").write_bytes(found.patch)
+    (tmp_path / "patch").write_bytes(changes.patch)
     git(tmp_path / "clone", "apply", str(tmp_path / "patch"))
     for name in ("src/phalanx/__init__.py", "src/phalanx/new.py", "picture.bin", "notes.txt"):
         assert (tmp_path / "clone" / name).read_bytes() == (root / name).read_bytes()
     assert not (tmp_path / "clone" / "src/phalanx/gone.py").exists()
-    assert found.facts() == {"patch_sha256": found.sha256, "left_out": [".env"]}
+    assert changes.facts() == {"patch_sha256": changes.sha256, "left_out": [".env"]}
 
 
 def test_untracked_files_are_named_and_not_copied(checkout: Path) -> None:
     (checkout / "mine.py").write_text("my own\n")
     (checkout.parents[1] / "runs").mkdir()
     (checkout.parents[1] / "runs" / "events").write_text("x")
-    found = code_patch(checkout, ())
-    assert found is not None
-    assert (found.untracked, found.patch) == (("src/phalanx/mine.py",), b"")
+    changes = code_patch(checkout, ())
+    assert changes is not None
+    assert (changes.untracked, changes.patch) == (("src/phalanx/mine.py",), b"")
 
 
 def test_files_of_secrets_and_what_looks_like_one_stay_out(checkout: Path) -> None:
@@ -67,12 +67,12 @@ def test_files_of_secrets_and_what_looks_like_one_stay_out(checkout: Path) -> No
     (checkout / "__init__.py").write_text(
         f'one = "{token}"\nuse(password="correct-horse")\nother = "known-value"\n'
     )
-    found = code_patch(checkout, {"known-value"})
-    assert found is not None
-    assert found.left_out == (".env",)
-    assert found.masked
+    changes = code_patch(checkout, {"known-value"})
+    assert changes is not None
+    assert changes.left_out == (".env",)
+    assert changes.masked
     for secret in (token, "correct-horse", "12345678", "known-value"):
-        assert secret.encode() not in found.patch
+        assert secret.encode() not in changes.patch
 
 
 def test_secrets_without_quotes_and_a_removed_key_stay_out_of_files_that_are_no_code(checkout: Path) -> None:
@@ -92,9 +92,9 @@ def test_secrets_without_quotes_and_a_removed_key_stay_out_of_files_that_are_no_
         "password = plainsecret98\nHeader: Authorization: Bearer abcdefgh12345678\n"
     )
     git(root, "add", ".")
-    found = code_patch(checkout, ())
-    assert found is not None
-    assert found.masked
+    changes = code_patch(checkout, ())
+    assert changes is not None
+    assert changes.masked
     for secret in (
         "hunter3",
         "0123456789abcdef",
@@ -103,12 +103,12 @@ def test_secrets_without_quotes_and_a_removed_key_stay_out_of_files_that_are_no_
         "plainsecret98",
         "abcdefgh12345678",
     ):
-        assert secret.encode() not in found.patch
+        assert secret.encode() not in changes.patch
     for row in range(20):
-        assert chr(65 + row).encode() * 64 not in found.patch
+        assert chr(65 + row).encode() * 64 not in changes.patch
 
 
-def test_code_that_speaks_of_secrets_without_holding_any_is_kept_as_it_is(checkout: Path) -> None:
+def test_code_about_secrets_that_has_none_is_kept_as_it_is(checkout: Path) -> None:
     lines = [
         "token = read_token(path)",
         'tokenizer = "bpe-of-mine"',
@@ -118,16 +118,16 @@ def test_code_that_speaks_of_secrets_without_holding_any_is_kept_as_it_is(checko
     (checkout / "__init__.py").write_text(
         "\n".join([*lines, 'url = f"https://{user}:{password}@{host}"', ""])
     )
-    found = code_patch(checkout, ())
-    assert found is not None
-    assert not found.masked
+    changes = code_patch(checkout, ())
+    assert changes is not None
+    assert not changes.masked
 
 
-def test_a_huge_patch_is_cut_and_says_so(checkout: Path) -> None:
+def test_a_huge_patch_is_cut_and_marked_as_such(checkout: Path) -> None:
     (checkout / "__init__.py").write_text("x = 1\n" * 1000)
-    found = code_patch(checkout, (), max_bytes=1000)
-    assert found is not None
-    assert (len(found.patch), found.cut) == (1000, True)
+    changes = code_patch(checkout, (), max_bytes=1000)
+    assert changes is not None
+    assert (len(changes.patch), changes.cut) == (1000, True)
 
 
 @pytest.mark.parametrize("with_untracked", [False, True])

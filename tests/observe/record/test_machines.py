@@ -1,4 +1,4 @@
-"""The machines of a run: what each leaves, and in what they differ, by name."""
+"""The machines of a run: the record of each, and their differences, by name."""
 
 from __future__ import annotations
 
@@ -39,39 +39,39 @@ def node(name: str, **changes: object) -> Machine:
 def test_a_node_leaves_what_it_is_and_the_list_of_its_packages(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     leave_machine(directory, "node/7", 3)
-    (found,) = read_machines(directory)
-    assert dataclasses.replace(found, seen_s=0.0) == dataclasses.replace(
+    (machine,) = read_machines(directory)
+    assert dataclasses.replace(machine, seen_s=0.0) == dataclasses.replace(
         this_machine("node/7", 3)[0], seen_s=0.0
     )
     (listed,) = directory.code.iterdir()
     assert listed.read_text() == installed_packages()
-    assert f"torch=={found.packages['torch']}\n" in listed.read_text()
+    assert f"torch=={machine.packages['torch']}\n" in listed.read_text()
 
 
 def test_machines_of_an_earlier_start_are_not_those_of_the_newest(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     for name, attempt in (("a", 0), ("b", 0), ("a", 1)):
         leave_machine(directory, name, attempt)
-    assert [(one.node, one.attempt) for one in newest_machines(directory)] == [("a", 1)]
-    assert [one.node for one in read_machines(directory, 0)] == ["b"]
+    assert [(machine.node, machine.attempt) for machine in newest_machines(directory)] == [("a", 1)]
+    assert [machine.node for machine in read_machines(directory, 0)] == ["b"]
 
 
-def test_equal_machines_differ_in_nothing_whatever_they_are_called() -> None:
+def test_equal_machines_with_other_names_differ_in_nothing() -> None:
     assert machine_differences([node("a"), node("b"), node("c")]) == []
     assert machine_differences([]) == []
 
 
 def test_the_odd_node_is_named_with_what_it_has() -> None:
     odd = node("b", packages={**LIKE.packages, "torch": "2.13.1"}, packages_sha256="cd" * 32)
-    (found,) = machine_differences([node("a"), odd, node("c")])
-    assert found.sentence == "torch: b with 2.13.1; the others with 2.13.0"
+    (difference,) = machine_differences([node("a"), odd, node("c")])
+    assert difference.sentence == "torch: b with 2.13.1; the others with 2.13.0"
 
 
-def test_a_package_that_nobody_asked_about_still_shows_and_so_does_a_missing_accelerator() -> None:
-    found = machine_differences(
+def test_a_difference_of_any_package_is_reported_and_so_is_a_missing_accelerator() -> None:
+    differences = machine_differences(
         [node("a"), node("b", packages_sha256="cd" * 32), node("c"), node("d", accelerators=("H100",) * 7)]
     )
-    assert {one.fact: list(one.odd.values()) for one in found} == {
+    assert {difference.fact: list(difference.odd.values()) for difference in differences} == {
         "installed packages": [("b",)],
         "accelerators": [("d",)],
     }
@@ -79,8 +79,8 @@ def test_a_package_that_nobody_asked_about_still_shows_and_so_does_a_missing_acc
 
 def test_many_odd_nodes_are_counted() -> None:
     machines = [node(f"a{i}") for i in range(30)] + [node(f"b{i}", driver="560.0") for i in range(20)]
-    (found,) = machine_differences(machines)
-    assert found.sentence.startswith("driver: b0, b1, b2, b3, b4, b5 and 14 more with 560.0;")
+    (difference,) = machine_differences(machines)
+    assert difference.sentence.startswith("driver: b0, b1, b2, b3, b4, b5 and 14 more with 560.0;")
 
 
 def test_damaged_files_are_left_out(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_damaged_files_are_left_out(tmp_path: Path) -> None:
     leave_machine(directory, "good", 0)
     (directory.machines / "torn.json").write_bytes(b'{"node": "to')
     (directory.machines / "other.json").write_bytes(b'{"node": 3}')
-    assert [one.node for one in read_machines(directory)] == ["good"]
+    assert [machine.node for machine in read_machines(directory)] == ["good"]
     assert read_machines(RunDirectory(tmp_path / "nowhere")) == []
 
 

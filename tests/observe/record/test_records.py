@@ -56,12 +56,12 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_what_is_recorded_is_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Path] = []
+    checked: list[Path] = []
     for module in (records,):
-        monkeypatch.setattr(module, "is_checkout", asked.append)
+        monkeypatch.setattr(module, "is_checkout", checked.append)
     code_version()
     records.code_patch()
-    assert asked == [Path(phalanx.__file__).resolve().parent] * 2
+    assert checked == [Path(phalanx.__file__).resolve().parent] * 2
 
 
 def test_a_clean_checkout_is_its_commit(checkout: Path) -> None:
@@ -124,9 +124,7 @@ def test_an_arm_processor_is_named_by_its_core_or_else_by_its_numbers(
     assert cpu_model(cpuinfo) == name
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="Linux tells the start of a process in /proc"
-)
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the start of a process is read from /proc")
 def test_the_age_of_a_process_is_about_how_long_it_has_run() -> None:
     code = (
         "import time; from phalanx.observe.record.records import process_age_ns; a = process_age_ns();"

@@ -64,7 +64,7 @@ def test_epochs_hold_what_happened_in_them_and_a_recovery_its_phases(run: Path) 
     _, spans = sent(run)
     assert set(spans) == {("epoch", 0), ("start", 0), ("epoch", 1), ("recovery", 1), ("fault.undetected", 1), ("start.restore", 1), ("checkpoint", 1), ("evaluation", 1)}  # fmt: skip
     epoch, recovery = spans["epoch", 1], spans["recovery", 1]
-    assert [one.name for one in epoch.events] == ["restored"]
+    assert [event.name for event in epoch.events] == ["restored"]
     assert recovery.parent.span_id == epoch.context.span_id
     assert spans["start.restore", 1].parent.span_id == recovery.context.span_id
     seconds = {name: (span.end_time - span.start_time) / 1e9 for (name, _), span in spans.items()}

@@ -30,15 +30,15 @@ PATIENCE_S = 100.0
 
 
 class Recording:
-    """Keeps what it is given."""
+    """Sink that keeps its events, of a tracker that has ``points`` already."""
 
-    def __init__(self, held: set[tuple[str, int]] | None = None) -> None:
+    def __init__(self, points: set[tuple[str, int]] | None = None) -> None:
         self.events: list[Event] = []
-        self.held: set[tuple[str, int] | None] = {*(held or ())}
+        self.points: set[tuple[str, int] | None] = {*(points or ())}
         self.closed = False
 
     def holds(self, event: Event) -> bool:
-        return point_of(event) in self.held
+        return point_of(event) in self.points
 
     def write(self, event: Event) -> None:
         self.events.append(event)
@@ -48,7 +48,7 @@ class Recording:
 
 
 class Gated(Recording):
-    """Hangs at the first event until it is let go."""
+    """Sink that hangs at its first event until ``go`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Gated(Recording):
 
 
 class Failing(Recording):
-    """Raises for every step in ``bad``."""
+    """Sink that raises for every step in ``bad``."""
 
     def __init__(self, bad: set[int]) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_a_sink_that_cannot_be_opened_is_reported_not_raised() -> None:
     assert "could not be opened: PermissionError: log in first" in health.last_error
 
 
-def test_a_sink_that_hangs_while_opening_does_not_hold_up_the_start() -> None:
+def test_a_sink_that_hangs_while_opening_does_not_delay_the_start() -> None:
     forever = threading.Event()
 
     def open_sink() -> Sink:
@@ -230,25 +230,25 @@ def test_numbers_that_were_not_measured_are_not_sent() -> None:
     assert scalars(Event(1.0, 0, Message("info", "x"))) == {}
 
 
-def test_a_wait_for_slow_trackers_is_told_and_then_everything_has_arrived() -> None:
-    sink, told = Gated(), []
+def test_a_wait_for_slow_trackers_is_logged_and_then_everything_has_arrived() -> None:
+    sink, messages = Gated(), []
     background = Background("slow", lambda: sink)
     assert all(background.offer(event) for event in steps(30))
 
-    def tell(text: str) -> None:
-        told.append(text)
+    def log(text: str) -> None:
+        messages.append(text)
         sink.go.set()
 
-    (health,) = close_sinks([background], 60.0, tell, silent_s=0.01)
-    assert told == ["waiting for slow to take what the run has sent, for at most 60 s"]
+    (health,) = close_sinks([background], 60.0, log, silent_s=0.01)
+    assert messages == ["waiting for slow to take what the run has sent, for at most 60 s"]
     assert (health.written, health.dropped) == (30, 0)
     assert sink.closed
 
 
-def test_nothing_is_told_of_a_tracker_that_keeps_up() -> None:
-    told: list[str] = []
-    close_sinks([Background("quick", Recording)], 60.0, told.append, silent_s=60.0)
-    assert told == []
+def test_nothing_is_logged_of_a_tracker_that_keeps_up() -> None:
+    messages: list[str] = []
+    close_sinks([Background("quick", Recording)], 60.0, messages.append, silent_s=60.0)
+    assert messages == []
 
 
 def test_the_resolved_run_file_is_flattened_for_trackers(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_the_resolved_run_file_is_flattened_for_trackers(tmp_path: Path) -> None
     }
 
 
-def test_a_sink_is_filled_with_every_event_and_its_own_folder_is_made_anew(tmp_path: Path) -> None:
+def test_a_sink_is_filled_with_every_event_and_its_own_folder_is_emptied_before(tmp_path: Path) -> None:
     sink = Recording()
     vendors = {"x": Vendor("json", lambda _directory, _run: sink, "x-files")}
     (tmp_path / "x-files").mkdir()
@@ -323,17 +323,17 @@ def test_a_tracker_that_holds_nothing_gets_a_long_run_from_its_beginning(tmp_pat
 
 def test_a_line_without_end_in_a_long_stream_takes_no_memory(tmp_path: Path) -> None:
     path = stream(tmp_path, steps(50)) / "events.jsonl"
-    whole = path.read_bytes()
+    content = path.read_bytes()
     with path.open("wb") as file:
         file.truncate(1 << 28)  # one line of zeros, which takes no disk
         file.seek(0, os.SEEK_END)
-        file.write(b"\n" + whole)
-    peak, found = peak_and_found(
+        file.write(b"\n" + content)
+    peak, number = peak_and_found(
         tmp_path,
         "from pathlib import Path; from phalanx.observe.sink_registry import missing_points",
         f"found = sum(1 for _ in missing_points(Path({str(path)!r}), lambda _: False, most_lines=10))",
     )
-    assert found == 50
+    assert number == 50
     assert peak < 1 << 26
 
 
@@ -374,8 +374,8 @@ def test_tensorboard_after_a_kill_has_every_step_once(tmp_path: Path) -> None:
             (written,) = (tmp_path / "tensorboard").glob("events.*")
             written.write_bytes(written.read_bytes()[:-1000])
             written.rename(written.with_name("events.out.tfevents.0000000001.host"))
-    found = [step for tag, step, _ in tensorboard_values(tmp_path) if tag == "train/loss"]
-    assert sorted(found) == list(range(1, 81))
+    logged_steps = [step for tag, step, _ in tensorboard_values(tmp_path) if tag == "train/loss"]
+    assert sorted(logged_steps) == list(range(1, 81))
 
 
 def test_each_task_has_points_and_tags_of_its_own() -> None:
@@ -432,6 +432,6 @@ def test_a_tracker_that_lacks_the_tasks_of_an_evaluation_gets_them(tmp_path: Pat
         ),
     ]
     (tmp_path / "events.jsonl").write_bytes(b"".join(map(encode, events)))
-    held = {("Step", 2), ("Evaluated", 2), ("TaskEvaluated one", 2)}
-    sent = [point_of(event) for event in missing_points(tmp_path / "events.jsonl", Recording(held).holds)]
+    points = {("Step", 2), ("Evaluated", 2), ("TaskEvaluated one", 2)}
+    sent = [point_of(event) for event in missing_points(tmp_path / "events.jsonl", Recording(points).holds)]
     assert sent == [("TaskEvaluated other", 2)]

@@ -30,7 +30,7 @@ def diff(*words: object) -> Result:
 
 
 def with_another_loss(path: Path, step: int) -> None:
-    """Moves one logged loss to the next float."""
+    """Move one logged loss to the next float."""
     events = RunDirectory(path).events
     lines = [json.loads(line) for line in events.read_text().splitlines()]
     for line in lines:
@@ -55,18 +55,18 @@ def test_the_first_step_with_another_number_and_fields_with_their_owner_are_show
     file.write_text(file.read_text().replace("clip_norm = 0.5", "clip_norm = 0.75"))
     done = diff(run, copy, "--json")
     assert done.exit_code == 1, done.output
-    found = json.loads(done.stdout)
-    assert (found["parts_at"], found["last_equal_step"], list(found["numbers"]["numbers"])) == (
+    report = json.loads(done.stdout)
+    assert (report["parts_at"], report["last_equal_step"], list(report["numbers"]["numbers"])) == (
         5,
         4,
         ["loss"],
     )
-    assert found["same_run"] is False
-    assert [(field["path"], field["owner"]) for field in found["fields"]] == [("optimizer.clip_norm", "run")]
+    assert report["same_run"] is False
+    assert [(field["path"], field["owner"]) for field in report["fields"]] == [("optimizer.clip_norm", "run")]
 
 
 @pytest.mark.slow
-def test_a_replay_tells_which_run_logged_what_it_does_not_compute_again(run: Path, copy: Path) -> None:
+def test_a_replay_names_the_run_that_logged_what_it_does_not_compute_again(run: Path, copy: Path) -> None:
     with_another_loss(copy, 5)
     done = diff(run, copy, "--replay", "--ranks", 1)
     assert done.exit_code == 1, done.output
@@ -74,7 +74,7 @@ def test_a_replay_tells_which_run_logged_what_it_does_not_compute_again(run: Pat
     assert "the replays agree in every bit, but not with what B logged" in done.output
 
 
-def test_torn_lines_are_passed_over_and_damaged_checkpoints_said(run: Path, copy: Path) -> None:
+def test_torn_lines_are_passed_over_and_damaged_checkpoints_are_reported(run: Path, copy: Path) -> None:
     with RunDirectory(copy).events.open("a") as events:
         events.write('{"t": 1, "att\n{}\n')
     image = copy / "checkpoints" / "step-00000003" / "rank-00000.safetensors"
@@ -97,7 +97,7 @@ def test_trouble_has_an_exit_code_of_its_own(run: Path, copy: Path, tmp_path: Pa
     assert diff(run, run, "--ranks", 1).exit_code == 2
 
 
-def test_how_far_two_runs_are_the_same_is_said_first(run: Path, copy: Path) -> None:
+def test_how_far_two_runs_are_the_same_is_printed_first(run: Path, copy: Path) -> None:
     file = RunDirectory(copy).run_file
     text = file.read_text()
     file.write_text(text.replace("\ntensor = 1\n", "\ntensor = 2\n"))

@@ -44,18 +44,18 @@ def shown(*arguments: str) -> str:
 
 
 def test_a_finished_run_shows_its_ranks(folder: Path, result: dict[str, Any]) -> None:
-    found = last_json(run(["ranks", str(result["run_dir"]), "--json"], folder))
-    assert (found["ranks"], found["first_step"], found["last_step"]) == (2, 1, 6)
-    assert {one["rank"] for one in found["found"]} == {0, 1}
-    assert all(one["value"] > 0 for one in found["found"])
+    output = last_json(run(["ranks", str(result["run_dir"]), "--json"], folder))
+    assert (output["ranks"], output["first_step"], output["last_step"]) == (2, 1, 6)
+    assert {entry["rank"] for entry in output["found"]} == {0, 1}
+    assert all(entry["value"] > 0 for entry in output["found"])
 
 
 def test_the_slow_rank_is_first_with_its_place_and_how_much_slower_it_is(slow_run: Path) -> None:
-    found = json.loads(shown(str(slow_run), "--slow", "--last", "15", "--json"))
-    (one,) = found["found"]
-    assert (one["rank"], one["slow"], one["windows"], found["windows"]) == (SLOW, True, 15, 15)
-    assert one["slowdown"] == pytest.approx(0.5, abs=0.02)
-    assert one["place"]["shard"] == SLOW
+    output = json.loads(shown(str(slow_run), "--slow", "--last", "15", "--json"))
+    (slowest,) = output["found"]
+    assert (slowest["rank"], slowest["slow"], slowest["windows"], output["windows"]) == (SLOW, True, 15, 15)
+    assert slowest["slowdown"] == pytest.approx(0.5, abs=0.02)
+    assert slowest["place"]["shard"] == SLOW
     lines = shown(str(slow_run), "--last", "15").splitlines()
     assert "8 ranks, steps 151 to 300 of attempt 3" in lines[0]
     assert lines[2].split()[0] == str(SLOW)
@@ -82,19 +82,19 @@ def test_nobody_is_slow_in_a_healthy_run(slow_run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "remedy"),
     [(None, "observe.ranks_every_steps"), (b"something else", "Move it away")],
     ids=["no file", "another file"],
 )
-def test_a_run_without_numbers_is_told_in_a_line_that_helps(
-    slow_run: Path, content: bytes | None, told: str
+def test_a_run_without_numbers_is_refused_with_a_remedy(
+    slow_run: Path, content: bytes | None, remedy: str
 ) -> None:
     (slow_run / "ranks.bin").unlink()
     if content is not None:
         (slow_run / "ranks.bin").write_bytes(content)
     done = CliRunner().invoke(ranks_command, [str(slow_run)])
     assert done.exit_code == 1
-    assert told in done.output
+    assert remedy in done.output
     assert "ranks.bin" in done.output
 
 

@@ -87,7 +87,9 @@ def test_the_figures_have_the_same_bits_on_other_ranks(
     assert alone == {**of_noise, "ranks": 1}
 
 
-def test_the_text_begins_with_the_verdict_and_says_that_the_replay_is_exact(of_noise: dict[str, Any]) -> None:
+def test_the_text_begins_with_the_verdict_and_states_that_the_replay_is_exact(
+    of_noise: dict[str, Any],
+) -> None:
     lines = list(spike_lines(msgspec.convert(of_noise, SpikeReport)))
     assert lines[0].endswith(": bad batch\x1b[0m")
     assert any("recorded numbers have the same bits" in line for line in lines)

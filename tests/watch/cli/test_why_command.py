@@ -9,14 +9,14 @@ from phalanx_process import run
 from watch.why.watched import Watched, steps
 
 
-def test_nothing_wrong_is_said_and_is_exit_code_0(tmp_path: Path) -> None:
+def test_nothing_wrong_is_printed_and_is_exit_code_0(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "record.json").write_text("{}")
     done = run(["why", "empty"], tmp_path)
     assert (done.returncode, done.stdout) == (0, "nothing is wrong with empty\n")
 
 
-def test_a_run_that_is_gone_is_exit_code_2_and_says_what_to_do(tmp_path: Path) -> None:
+def test_a_run_that_is_gone_is_exit_code_2_and_printed_with_the_next_command(tmp_path: Path) -> None:
     Watched(tmp_path / "run").write(steps(1, 5))
     done = run(["why", "run"], tmp_path)
     assert done.returncode == 2
@@ -26,8 +26,8 @@ def test_a_run_that_is_gone_is_exit_code_2_and_says_what_to_do(tmp_path: Path) -
 
 def test_programs_get_the_reasons_as_json(tmp_path: Path) -> None:
     Watched(tmp_path / "run").write(steps(1, 5))
-    (found,) = json.loads(run(["why", "run", "--json"], tmp_path).stdout)["reasons"]
-    assert set(found) == {"code", "severity", "title", "where", "since", "evidence", "doing", "next"}
+    (reason,) = json.loads(run(["why", "run", "--json"], tmp_path).stdout)["reasons"]
+    assert set(reason) == {"code", "severity", "title", "where", "since", "evidence", "doing", "next"}
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ HOSTILE = f"<script>window.hacked=1</script>{HOSTILE_NAME}"
 
 @contextmanager
 def serving(folder: Path, port: int = 0) -> Iterator[int]:
-    """A server of the page over ``folder``; the port that it listens at."""
+    """Serve the page over ``folder`` in a thread; yields the port."""
     sock = listen("127.0.0.1", port)
     server = uvicorn_of(PageRuns([folder]), "127.0.0.1", "")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
@@ -41,27 +41,27 @@ def serving(folder: Path, port: int = 0) -> Iterator[int]:
 
 @dataclass
 class Watched:
-    """A page, what its console said, and what it asked for."""
+    """A page, the lines of its console, and the addresses that it requested."""
 
     page: Page
-    said: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+    console: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._listeners: dict[Any, Callable[[Any], None]] = {
-            "console": lambda message: self.said.append(message.text),
-            "pageerror": lambda error: self.said.append(str(error)),
-            "request": lambda request: self.asked.append(request.url),
+            "console": lambda message: self.console.append(message.text),
+            "pageerror": lambda error: self.console.append(str(error)),
+            "request": lambda request: self.requests.append(request.url),
         }
         for event, listener in self._listeners.items():
             self.page.on(event, listener)
 
     def hosts(self) -> set[str | None]:
-        """Hosts that were asked, beside what is part of the page itself."""
-        return {urlsplit(url).hostname for url in self.asked if not url.startswith(("data:", "blob:"))}
+        """Hosts of the requests, except those for parts of the page itself."""
+        return {urlsplit(url).hostname for url in self.requests if not url.startswith(("data:", "blob:"))}
 
     def leave(self) -> None:
-        """Leaves the page empty, as if nobody had been there."""
+        """Leave the page empty, without stored settings."""
         for event, listener in self._listeners.items():
             self.page.remove_listener(event, listener)
         self.page.unroute_all()
@@ -79,5 +79,5 @@ def id_of(page: Page, name: str) -> str:
 
 
 def go(page: Page, name: str, view: str = "", query: str = "") -> None:
-    """Goes to a view of the run called ``name``."""
+    """Go to a view of the run called ``name``."""
     page.evaluate("(hash) => { location.hash = hash; }", f"#/run/{id_of(page, name)}{view}{query}")

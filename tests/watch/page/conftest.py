@@ -1,4 +1,4 @@
-"""A browser and runs to look at, which tests of the page share; who takes none of these needs no browser."""
+"""A browser and runs that tests of the page share; a test that uses neither needs no browser."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     renamed(hostile, HOSTILE_NAME)
     hostile.train(3)
     hostile.say(HOSTILE)
-    for name, says in (("tiny", "serving"), ("hostile", HOSTILE)):
-        said = replace(SERVED, model=says, state=says, seen_s=time.time() + 3600)
-        ServingNote(RunDirectory(folder / name), "here", lambda said=said: said).once()
+    for name, state in (("tiny", "serving"), ("hostile", HOSTILE)):
+        figures = replace(SERVED, model=state, state=state, seen_s=time.time() + 3600)
+        ServingNote(RunDirectory(folder / name), "here", lambda figures=figures: figures).once()
     return folder
 
 
@@ -67,7 +67,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def context(browser: Browser) -> Iterator[BrowserContext]:
-    """What the pages of tests without wishes of their own have in common: nothing that a test leaves."""
+    """Context of the pages of tests without options of their own; a test leaves nothing in it."""
     made = browser.new_context()
     made.set_default_timeout(PATIENCE_MS)
     yield made
@@ -76,7 +76,7 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def open_page(browser: Browser, context: BrowserContext, request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Opens the page at an address; at the end, its console must have said nothing and no other host been asked.
+    """Open the page at an address. At the end its console must be empty, and no other host may have been requested.
 
     A page that the test before has left is used again: half of what a new one costs is its process.
     """
@@ -105,8 +105,8 @@ def open_page(browser: Browser, context: BrowserContext, request: pytest.Fixture
     for watched in opened:
         if not watched.page.is_closed():
             watched.leave()
-    for one in own:
-        one.close()
+    for own_context in own:
+        own_context.close()
     for watched in quiet_ones:
-        assert watched.said == []
+        assert watched.console == []
         assert watched.hosts() <= {"127.0.0.1", None}

@@ -52,7 +52,7 @@ def test_the_list_has_a_row_for_each_run_with_its_newest_numbers(client: TestCli
     assert row["loss"] == 2.0
 
 
-def test_the_list_is_filtered_and_a_mistake_says_what_there_is(client: TestClient) -> None:
+def test_the_list_is_filtered_and_a_mistake_is_refused_with_the_nearest_column(client: TestClient) -> None:
     answer = client.get("/api/runs", params={"where": "step>39 and name~first"}).json()
     assert [row["name"] for row in answer["runs"]] == ["first"]
     answer = client.get("/api/runs", params={"where": "step>40"}).json()
@@ -108,34 +108,34 @@ def test_two_runs_of_one_name_have_addresses_of_their_own(folder: Path, tmp_path
         application(PageRuns([folder, tmp_path / "more"]), access_for("127.0.0.1", "")),
         base_url="http://127.0.0.1",
     )
-    found = {
+    first_losses = {
         run: client.get(f"/api/run/{run}/curves").json()["series"]["loss"]["y"][0] for run in _ids(client)
     }
-    assert len(found) == 2
-    assert sorted(found.values()) == [3.95, 7.0]
+    assert len(first_losses) == 2
+    assert sorted(first_losses.values()) == [3.95, 7.0]
 
 
-def test_curves_come_with_marks_and_in_as_many_points_as_asked_for(client: TestClient) -> None:
+def test_curves_come_with_marks_and_in_as_many_points_as_requested(client: TestClient) -> None:
     (run,) = _ids(client)
-    whole = client.get(f"/api/run/{run}/curves?names=loss,lr,eval_loss").json()
-    assert whole["x"] == list(range(1, 41))
-    assert whole["series"].keys() == {"loss", "lr", "eval_loss"}
-    assert not whole["reduced"]
-    assert {mark["kind"] for mark in whole["marks"]} >= {"checkpoint", "recovery", "nonfinite", "evaluation"}
+    curves = client.get(f"/api/run/{run}/curves?names=loss,lr,eval_loss").json()
+    assert curves["x"] == list(range(1, 41))
+    assert curves["series"].keys() == {"loss", "lr", "eval_loss"}
+    assert not curves["reduced"]
+    assert {mark["kind"] for mark in curves["marks"]} >= {"checkpoint", "recovery", "nonfinite", "evaluation"}
     small = client.get(f"/api/run/{run}/curves?points=10").json()
     assert (len(small["x"]), small["reduced"], small["total"]) == (10, True, 40)
 
 
 def test_goodput_is_that_of_the_events_in_seconds(client: TestClient, folder: Path) -> None:
     (run,) = _ids(client)
-    found = client.get(f"/api/run/{run}/goodput?price_per_accelerator_hour=3.6").json()
+    report = client.get(f"/api/run/{run}/goodput?price_per_accelerator_hour=3.6").json()
     ours = goodput(read_events(folder / "first" / "events.jsonl"))
-    assert found["goodput"] == ours.goodput
-    assert sum(found["buckets"].values()) == pytest.approx(found["held_s"])
-    assert found["cost"]["dollars"] == pytest.approx(2 * found["held_s"] / 1000)
-    (cause,) = found["causes"]
+    assert report["goodput"] == ours.goodput
+    assert sum(report["buckets"].values()) == pytest.approx(report["held_s"])
+    assert report["cost"]["dollars"] == pytest.approx(2 * report["held_s"] / 1000)
+    (cause,) = report["causes"]
     assert (cause["lost_steps"], cause["between_s"]) == (5, pytest.approx(30.0))
-    assert {one["attempt"] for one in found["attempts"]} == {0, 1}
+    assert {attempt["attempt"] for attempt in report["attempts"]} == {0, 1}
 
 
 def test_each_attempt_costs_the_time_of_its_own_ranks(tmp_path: Path) -> None:
@@ -196,9 +196,9 @@ def test_a_fault_names_its_node_its_phases_and_who_noticed(tmp_path: Path) -> No
         application(PageRuns([tmp_path]), access_for("127.0.0.1", "")), base_url="http://127.0.0.1"
     )
     (run,) = _ids(client)
-    found = client.get(f"/api/run/{run}/fleet").json()
-    assert found["missing"]
-    (fault,) = found["faults"]
+    fleet = client.get(f"/api/run/{run}/fleet").json()
+    assert fleet["missing"]
+    (fault,) = fleet["faults"]
     assert (fault["node"], fault["what"]) == (
         HOSTILE,
         "worker 0 exited with code -9",
@@ -206,10 +206,10 @@ def test_a_fault_names_its_node_its_phases_and_who_noticed(tmp_path: Path) -> No
     assert fault["phases"] == {"fault.undetected": 0.5, "start.restore": 2.0}
     assert fault["lost_steps"] == 3
     assert "worker process" in fault["detected_by"]
-    assert [epoch["epoch"] for epoch in found["epochs"]] == [0, 1]
+    assert [epoch["epoch"] for epoch in fleet["epochs"]] == [0, 1]
 
 
-def test_answers_are_json_whatever_a_run_says(tmp_path: Path) -> None:
+def test_answers_are_json_also_for_a_run_with_markup_and_nan(tmp_path: Path) -> None:
     nan = float("nan")
     write_events(
         tmp_path / "<b>", [Event(1e9, 0, Message("error", HOSTILE)), Event(1e9, 0, step(1, 2, loss=nan))]

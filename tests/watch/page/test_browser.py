@@ -78,7 +78,7 @@ def test_a_click_on_a_column_sorts_by_it_and_what_is_not_known_comes_last(open_p
     assert "sort=-loss" in page.url
 
 
-def test_chosen_runs_are_compared_on_the_axis_that_was_asked_for(open_page: Open) -> None:
+def test_chosen_runs_are_compared_on_the_chosen_axis(open_page: Open) -> None:
     page = open_page().page
     for name in ("long", "fleet"):
         page.get_by_role("checkbox", name=f"Choose {name}", exact=True).check()
@@ -111,7 +111,7 @@ def test_the_list_of_runs_with_long_names_fits_a_small_screen(tmp_path: Path, br
         page.close()
 
 
-def test_many_runs_of_one_name_are_told_apart_by_their_settings_and_fit_a_phone(
+def test_many_runs_of_one_name_are_labeled_by_their_settings_and_fit_a_phone(
     tmp_path: Path, browser: Browser
 ) -> None:
     for number in range(10):
@@ -122,7 +122,7 @@ def test_many_runs_of_one_name_are_told_apart_by_their_settings_and_fit_a_phone(
         page = browser.new_page(viewport={"width": 390, "height": 800})
         page.goto(f"http://127.0.0.1:{port}/#/compare?ids={ids}")
         expect(page.locator(".legendbox .entry").first).to_contain_text("tiny · lr 0.001")
-        cell = page.get_by_role("columnheader", name="state", exact=True)  # of many runs, each is a row
+        cell = page.get_by_role("columnheader", name="state", exact=True)  # each of many runs is a row
         assert cell.evaluate("cell => cell.getBoundingClientRect().height") < 60, "a letter in each line"
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         expect(page.locator("figure:not(.wide) .legend").first).to_be_hidden()
@@ -153,7 +153,7 @@ def test_settings_that_differ_are_columns_and_others_can_be_chosen(sweep: Path, 
         page.close()
 
 
-def test_a_filter_is_the_language_of_the_command_and_a_mistake_in_it_says_what_there_is(
+def test_a_filter_is_the_language_of_the_command_and_a_mistake_in_it_is_shown_with_the_nearest_column(
     sweep: Path, browser: Browser
 ) -> None:
     with serving(sweep) as port:
@@ -194,7 +194,7 @@ def test_many_runs_are_searched_in_the_legend_and_grouped_by_a_setting(sweep: Pa
 
 
 @pytest.mark.parametrize(("width", "names"), [(360, ("fleet", HOSTILE_NAME)), (1280, ("long",))])
-def test_every_view_of_a_run_says_something_and_fits_the_screen(
+def test_every_view_of_a_run_has_content_and_fits_the_screen(
     open_page: Open, width: int, names: tuple[str, ...]
 ) -> None:
     page = open_page(width=width).page
@@ -235,7 +235,7 @@ def test_what_serves_a_run_stands_above_its_curves(open_page: Open) -> None:
     expect(page.get_by_role("region", name="Serving")).to_be_hidden()
 
 
-def test_a_curve_of_many_steps_says_that_it_is_reduced_and_keeps_its_peak(open_page: Open) -> None:
+def test_a_curve_of_many_steps_is_marked_as_reduced_and_keeps_its_peak(open_page: Open) -> None:
     page = open_page().page
     go(page, "long")
     loss = page.locator("figure", has_text="Loss").first
@@ -306,7 +306,7 @@ def test_a_drag_over_a_curve_shows_these_steps_and_a_key_shows_all_again(open_pa
     page.wait_for_function("!location.hash.includes('first=')")
 
 
-def test_what_happened_is_told_with_the_way_to_the_lines_around_it(open_page: Open) -> None:
+def test_an_event_is_shown_with_a_link_to_the_lines_around_it(open_page: Open) -> None:
     page = open_page().page
     go(page, "fleet")
     row = page.locator("tr", has_text="leave epoch 0")
@@ -425,7 +425,7 @@ def test_the_ranks_of_a_slow_node_are_one_band_in_the_order_of_nodes_and_are_see
         page.goto("about:blank")
 
 
-def test_lines_are_filtered_and_what_many_ranks_say_is_one_line_with_a_count(
+def test_lines_are_filtered_and_equal_lines_of_many_ranks_are_one_with_a_count(
     open_page: Open, tmp_path: Path
 ) -> None:
     run = RecordedRun(tmp_path / "talk", "talk", 40)
@@ -484,7 +484,7 @@ def test_an_exported_file_shows_every_view_without_a_server(
             page.wait_for_function("document.querySelector('main').innerText.length > 20")
             expect(page.locator(".trouble")).to_be_hidden()
         assert page.evaluate("window.hacked") is None
-        assert [url for url in watched.asked if not url.startswith(("file:", "data:"))] == []
+        assert [url for url in watched.requests if not url.startswith(("file:", "data:"))] == []
 
 
 def test_the_keys_of_the_present_view_are_shown_on_a_question_mark(open_page: Open) -> None:
@@ -502,7 +502,7 @@ def test_the_keys_of_the_present_view_are_shown_on_a_question_mark(open_page: Op
 
 
 @pytest.mark.slow
-def test_whoever_has_no_mouse_sees_where_they_are_and_reaches_what_can_be_clicked(open_page: Open) -> None:
+def test_without_a_mouse_the_focus_is_visible_and_reaches_what_can_be_clicked(open_page: Open) -> None:
     page = open_page().page
     expect(page.locator("tbody tr")).to_have_count(4)
     reached = set()

@@ -1,4 +1,4 @@
-"""The page in a real browser while runs go on, vanish, or their server is away: it follows, says so, and catches up."""
+"""The page in a real browser while runs continue, vanish, or their server is away: it follows, shows that, and catches up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [
 from playwright.sync_api import expect  # noqa: E402
 
 
-def test_a_run_that_goes_on_is_followed_without_a_reload(open_page: Open, tmp_path: Path) -> None:
+def test_a_run_that_continues_is_followed_without_a_reload(open_page: Open, tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "live", "live", 100)
     run.train(5)
     with serving(tmp_path) as port:
@@ -48,7 +48,7 @@ def test_a_run_that_goes_on_is_followed_without_a_reload(open_page: Open, tmp_pa
         page.goto("about:blank")
 
 
-def test_it_says_so_while_the_server_is_away_and_catches_up_when_it_is_back(
+def test_the_page_shows_that_the_server_is_away_and_catches_up_when_it_is_back(
     open_page: Open, tmp_path: Path
 ) -> None:
     run = RecordedRun(tmp_path / "live", "live", 100)
@@ -64,7 +64,7 @@ def test_it_says_so_while_the_server_is_away_and_catches_up_when_it_is_back(
         page.goto("about:blank")
 
 
-def test_a_run_whose_directory_vanishes_is_said_to_be_gone_and_leaves_the_list(
+def test_a_run_whose_directory_vanishes_is_shown_as_missing_and_leaves_the_list(
     open_page: Open, tmp_path: Path
 ) -> None:
     for name in ("stays", "goes"):
@@ -76,7 +76,7 @@ def test_a_run_whose_directory_vanishes_is_said_to_be_gone_and_leaves_the_list(
         expect(page.locator(".live")).to_have_attribute("data-state", "live")
         shutil.rmtree(tmp_path / "goes")
         expect(page.locator(".trouble")).to_contain_text("no run")
-        expect(page.locator(".tile").first).to_contain_text("5 / 100")  # what was known stays
+        expect(page.locator(".tile").first).to_contain_text("5 / 100")  # the last known state stays
         page.keyboard.press("g")
         page.keyboard.press("r")
         expect(page.locator("tbody .c-name a")).to_have_text(["stays"])
@@ -84,7 +84,7 @@ def test_a_run_whose_directory_vanishes_is_said_to_be_gone_and_leaves_the_list(
         page.goto("about:blank")
 
 
-def test_compared_runs_of_one_name_are_told_apart_by_their_folders(open_page: Open, tmp_path: Path) -> None:
+def test_compared_runs_of_one_name_are_labeled_by_their_folders(open_page: Open, tmp_path: Path) -> None:
     for folder in ("first", "second"):
         RecordedRun(tmp_path / folder, "twin", 10).train(3)
     with serving(tmp_path) as port:
@@ -96,7 +96,7 @@ def test_compared_runs_of_one_name_are_told_apart_by_their_folders(open_page: Op
 
 
 @pytest.mark.slow
-def test_a_server_that_stands_still_with_its_connections_open_is_told_from_one_that_lives(
+def test_a_server_that_stands_still_with_its_connections_open_is_shown_as_away(
     open_page: Open, tmp_path: Path
 ) -> None:
     RecordedRun(tmp_path / "runs" / "live", "live", 100).train(5)
@@ -127,11 +127,11 @@ def test_a_server_that_stands_still_with_its_connections_open_is_told_from_one_t
 
 
 def lists(watched: Watched) -> int:
-    """How often the page asked for all runs."""
-    return sum(url.endswith("/api/runs") for url in watched.asked)
+    """Number of the page's requests for all runs."""
+    return sum(url.endswith("/api/runs") for url in watched.requests)
 
 
-def test_a_slow_answer_never_makes_requests_pile_up_and_a_hidden_tab_asks_nothing(
+def test_a_slow_answer_never_makes_requests_pile_up_and_a_hidden_tab_sends_none(
     open_page: Open, tmp_path: Path
 ) -> None:
     run = RecordedRun(tmp_path / "live", "live", 1000)
@@ -140,24 +140,24 @@ def test_a_slow_answer_never_makes_requests_pile_up_and_a_hidden_tab_asks_nothin
         watched = open_page(f"http://127.0.0.1:{port}/")
         page = watched.page
         expect(page.locator("tbody tr")).to_have_count(1)
-        held = []
-        page.route("**/api/runs", lambda route: route.continue_() if held else held.append(route))
+        pending = []
+        page.route("**/api/runs", lambda route: route.continue_() if pending else pending.append(route))
         before = lists(watched)
         for _ in range(4):
             run.train(1)
             page.wait_for_timeout(400)
         assert lists(watched) == before + 1  # one is being answered, the rest is remembered
-        held[0].continue_()
+        pending[0].continue_()
         expect(page.locator("tbody .c-step")).to_contain_text("9 / 1,000")
         page.evaluate(
             "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
             "document.dispatchEvent(new Event('visibilitychange'))"
         )
         expect(page.locator(".live")).to_have_attribute("data-state", "paused")
-        before = len(watched.asked)
+        before = len(watched.requests)
         run.train(1)
         page.wait_for_timeout(1500)
-        assert len(watched.asked) == before
+        assert len(watched.requests) == before
         page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
         expect(page.locator("tbody .c-step")).to_contain_text("10 / 1,000")
         page.goto("about:blank")

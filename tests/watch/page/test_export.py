@@ -1,4 +1,4 @@
-"""One run in one file: all of it, nothing from elsewhere, and nothing that a run says becomes markup."""
+"""One run in one file: all of it, nothing from elsewhere, and no text of a run becomes markup."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def static(tmp_path: Path) -> Path:
 
 
 def _data(text: str) -> dict[str, object]:
-    found = re.search(r"window\.__PHALANX_EXPORT__ = (.*?);</script>", text, re.DOTALL)
-    assert found
-    data: dict[str, object] = json.loads(found[1])
+    match = re.search(r"window\.__PHALANX_EXPORT__ = (.*?);</script>", text, re.DOTALL)
+    assert match
+    data: dict[str, object] = json.loads(match[1])
     return data
 
 
@@ -90,9 +90,9 @@ def test_no_text_of_a_run_ends_the_script_that_holds_it(tmp_path: Path, static: 
 
 def test_the_content_policy_names_each_script_and_style_by_its_hash_and_no_address(static: Path) -> None:
     text = page_in_one_file("{}", static)
-    found = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
-    assert found
-    policy = found[1].replace("&#x27;", "'")
+    match = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert match
+    policy = match[1].replace("&#x27;", "'")
     for tag in ("script", "style"):
         for body in re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL):
             digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
@@ -104,9 +104,9 @@ def test_the_content_policy_names_each_script_and_style_by_its_hash_and_no_addre
 
 def test_modules_find_each_other_by_the_import_map(static: Path) -> None:
     text = page_in_one_file("{}", static)
-    found = re.search(r'<script type="importmap">(.*?)</script>', text)
-    assert found
-    imports = json.loads(found[1])["imports"]
+    match = re.search(r'<script type="importmap">(.*?)</script>', text)
+    assert match
+    imports = json.loads(match[1])["imports"]
     assert imports.keys() == {"phalanx/main.js", "phalanx/a.js", "phalanx/vendor/plot.js"}
     main = base64.b64decode(imports["phalanx/main.js"].partition("base64,")[2]).decode()
     assert 'from "phalanx/vendor/plot.js"' in main

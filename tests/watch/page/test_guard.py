@@ -1,4 +1,4 @@
-"""Who may read the page, and what their browsers may do with it."""
+"""Access to the page, and the limits of the browsers that show it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_way_back_from_a_token_stays_on_this_server() -> None:
     )
 
 
-def test_a_token_is_demanded_on_a_loopback_address_where_it_was_asked_for() -> None:
+def test_a_token_is_demanded_on_a_loopback_address_where_one_was_chosen() -> None:
     client = _client(access_for("127.0.0.1", TOKEN))
     assert client.get("/api/runs").status_code == 401
     assert (
@@ -97,6 +97,6 @@ def test_every_answer_forbids_foreign_scripts_frames_and_guesses_of_types(token:
         assert headers["cache-control"] == "no-store"
 
 
-def test_which_addresses_only_this_machine_reaches() -> None:
+def test_loopback_addresses_are_those_that_only_this_machine_reaches() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "cluster", "")))

@@ -1,4 +1,4 @@
-"""Answers that many ask for are made once."""
+"""An answer that many clients request is made once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _counting(made: list[str], text: str = "x") -> Response:
     return Response(text)
 
 
-def test_those_who_ask_while_an_answer_is_made_share_it() -> None:
+def test_requests_for_an_answer_that_is_being_made_share_it() -> None:
     made: list[str] = []
     gate = threading.Event()
 
@@ -26,18 +26,18 @@ def test_those_who_ask_while_an_answer_is_made_share_it() -> None:
 
     async def scene() -> None:
         kept = KeptAnswers()
-        asking = [asyncio.create_task(kept.get("run", "q", make)) for _ in range(50)]
+        requests = [asyncio.create_task(kept.get("run", "q", make)) for _ in range(50)]
         await asyncio.sleep(0.05)
-        asking[0].cancel()  # one who leaves takes it from nobody else
+        requests[0].cancel()  # a canceled request does not cancel the answer of the others
         gate.set()
-        found = await asyncio.gather(*asking[1:])
-        assert {answer.body for answer in found} == {b"x"}
+        answers = await asyncio.gather(*requests[1:])
+        assert {answer.body for answer in answers} == {b"x"}
 
     asyncio.run(scene())
     assert made == ["x"]
 
 
-def test_an_answer_about_a_run_that_has_changed_is_made_anew() -> None:
+def test_an_answer_about_a_run_that_has_changed_is_made_again() -> None:
     made: list[str] = []
 
     async def scene() -> None:
@@ -52,17 +52,17 @@ def test_an_answer_about_a_run_that_has_changed_is_made_anew() -> None:
     assert made == ["a", "b", "a"]
 
 
-def test_an_error_is_everybodys_and_is_not_kept() -> None:
+def test_an_error_is_that_of_all_requests_and_is_not_kept() -> None:
     async def scene() -> None:
         kept = KeptAnswers(kept_s=1000)
 
         def fail() -> Response:
             raise ValueError("no")
 
-        asking = [asyncio.create_task(kept.get("run", "q", fail)) for _ in range(3)]
-        for one in asking:
+        requests = [asyncio.create_task(kept.get("run", "q", fail)) for _ in range(3)]
+        for request in requests:
             with pytest.raises(ValueError, match="no"):
-                await one
+                await request
         assert (await kept.get("run", "q", lambda: Response("yes"))).body == b"yes"
 
     asyncio.run(scene())

@@ -67,7 +67,7 @@ def test_a_step_that_was_repeated_counts_as_it_was_measured_last(tmp_path: Path)
     assert (answer["steps"], answer["nonfinite"]) == ([2, 4], [])
 
 
-def test_of_many_measured_steps_evenly_spaced_ones_are_shown_with_the_newest(tmp_path: Path) -> None:
+def test_evenly_spaced_steps_of_many_measured_ones_are_shown_with_the_newest(tmp_path: Path) -> None:
     run_dir = run_of(tmp_path / "run", *(measured(number) for number in range(1, 2 * MOST_STEPS + 2)))
     answer = view(run_dir).json()
     assert answer["steps"] == list(range(1, 2 * MOST_STEPS + 2))[::-1][::3][::-1]

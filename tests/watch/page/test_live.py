@@ -1,4 +1,4 @@
-"""Telling open pages what has changed, also those that do not listen."""
+"""Changes of runs are sent to open pages, also beside pages that do not read."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from phalanx_watch.page.runs import PageRuns, RunPlace
 from watch.made_runs import crashed, write_events
 
 
-def _told(lines: bytes) -> list[dict[str, Any]]:
+def _news(lines: bytes) -> list[dict[str, Any]]:
     messages = [json.loads(line[6:]) for line in lines.split(b"\n") if line.startswith(b"data: ")]
-    return [message for message in messages if message["kind"] != "heartbeat"]  # of a poll that came late
+    return [
+        message for message in messages if message["kind"] != "heartbeat"
+    ]  # a poll that came late adds heartbeats
 
 
-def test_a_viewer_that_reads_slowly_is_told_the_newest_and_how_much_it_missed(tmp_path: Path) -> None:
+def test_a_viewer_that_reads_slowly_gets_the_newest_and_the_number_that_it_missed(tmp_path: Path) -> None:
     async def scene() -> None:
         (place,) = PageRuns([crashed(tmp_path / "run")]).places()
         viewer = Viewer([place])
         for number in range(1000):
             viewer.note(place, {"id": place.id, "kind": "changed", "step": number})
         assert len(viewer._due) == 1
-        changed, dropped = _told(await viewer.next_lines(1.0))
+        changed, dropped = _news(await viewer.next_lines(1.0))
         assert changed["step"] == 999
         assert dropped == {"kind": "dropped", "count": 999}
 
@@ -76,14 +78,14 @@ def test_a_change_of_a_run_reaches_its_viewers(tmp_path: Path) -> None:
         sent.append(message.get("body", b""))
 
     async def during(_live: LiveUpdates) -> None:
-        for number in range(41, 1000):  # what is there at the first look is no news
+        for number in range(41, 1000):  # content at the first look is no news
             write_events(tmp_path / "run", [Event(1.9e9, 1, step(number, 1000))])
             await asyncio.sleep(0.05)
-            if _told(b"".join(sent)):
+            if _news(b"".join(sent)):
                 return
 
     _served(tmp_path, send, during)
-    (news,) = _told(b"".join(sent))[:1]
+    (news,) = _news(b"".join(sent))[:1]
     assert news["kind"] == "changed"
     assert news["step"] >= 41
 
@@ -109,7 +111,7 @@ def test_a_defect_in_a_description_of_a_run_is_logged_and_ends_no_later_news(
         serving = asyncio.create_task(live.serve(runs.places(), _never, send))
         number = 41
         async with asyncio.timeout(100):
-            while not any(_told(lines) for lines in sent):
+            while not any(_news(lines) for lines in sent):
                 write_events(tmp_path / "run", [Event(1.9e9, 1, step(number, 10_000))])
                 number += 1
                 await asyncio.sleep(0.05)
@@ -126,7 +128,7 @@ def test_a_viewer_that_is_canceled_as_a_message_was_sent_ends(tmp_path: Path) ->
     async def scene() -> None:
         async def send(message: Any) -> None:
             if message.get("body", b"").startswith(b"data"):
-                # Comes after this call has returned, before its caller goes on.
+                # Runs after this call has returned, before its caller resumes.
                 asyncio.get_running_loop().call_soon(serving.cancel)
 
         runs = PageRuns([crashed(tmp_path / "run")])
@@ -143,7 +145,7 @@ def test_a_viewer_that_is_canceled_as_a_message_was_sent_ends(tmp_path: Path) ->
     asyncio.run(scene())
 
 
-def test_a_viewer_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
+def test_a_viewer_that_takes_nothing_is_disconnected(tmp_path: Path) -> None:
     async def send(message: Any) -> None:
         if message.get("body", b"").startswith(b"data"):
             await asyncio.Event().wait()
@@ -161,7 +163,7 @@ def test_a_viewer_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
     _served(tmp_path, send, during)
 
 
-def test_those_who_tell_take_half_a_percent_of_a_processor_and_are_never_silent_for_long() -> None:
+def test_updates_take_half_a_percent_of_a_processor_and_are_never_silent_for_long() -> None:
     pace, used = Pace(1.0), 70.0
     assert pace.pause_s(used) == 1.0, "what was used before the first look is not its cost"
     used += 0.06
@@ -185,12 +187,12 @@ def test_there_are_only_so_many_viewers() -> None:
     assert live.full
 
 
-def test_viewers_of_a_run_are_told_when_its_server_falls_silent_which_changes_no_file(tmp_path: Path) -> None:
+def test_viewers_of_a_run_get_the_silence_of_its_server_which_changes_no_file(tmp_path: Path) -> None:
     runs = PageRuns([crashed(tmp_path / "run")])
     ServingNote(RunDirectory(tmp_path / "run"), "killed", lambda: SERVED).once()
     now = [SERVED.seen_s]
     live, places = LiveUpdates(runs.news, clock=lambda: now[0]), runs.places()
-    live._changed(places)  # what is there at the first look is no news
+    live._changed(places)  # content at the first look is no news
     now[0] += SILENT_S
     assert live._changed(places) == []
     now[0] += 1.0

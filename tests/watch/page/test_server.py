@@ -30,9 +30,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path
     command = [sys.executable, "-m", "phalanx", "ui", str(folder), "--port", "0", "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        found = re.match(r"http://127\.0\.0\.1:(\d+)/ ", process.stdout.readline())
-        assert found
-        yield int(found[1]), folder
+        match = re.match(r"http://127\.0\.0\.1:(\d+)/ ", process.stdout.readline())
+        assert match
+        yield int(match[1]), folder
         process.terminate()
         assert process.wait(120) in (0, -15, 143)
 
@@ -47,8 +47,8 @@ def _get(port: int, path: str) -> tuple[int, bytes]:
 
 
 def _run_id(port: int) -> str:
-    found: str = json.loads(_get(port, "/api/runs")[1])["runs"][0]["id"]
-    return found
+    run: str = json.loads(_get(port, "/api/runs")[1])["runs"][0]["id"]
+    return run
 
 
 def _listener(port: int, run: str) -> http.client.HTTPResponse:
@@ -59,7 +59,7 @@ def _listener(port: int, run: str) -> http.client.HTTPResponse:
     return answer
 
 
-def test_fifty_viewers_hear_of_a_new_step_beside_one_that_never_reads(served: tuple[int, Path]) -> None:
+def test_fifty_viewers_receive_a_new_step_beside_one_that_never_reads(served: tuple[int, Path]) -> None:
     port, folder = served
     run = _run_id(port)
     stalled = socket.create_connection(("127.0.0.1", port))
@@ -68,26 +68,26 @@ def test_fifty_viewers_hear_of_a_new_step_beside_one_that_never_reads(served: tu
     slow = socket.create_connection(("127.0.0.1", port))
     slow.sendall(b"GET /api/ru")  # and never the rest
     viewers = [_listener(port, run) for _ in range(50)]
-    heard: list[dict[str, object]] = []
+    received: list[dict[str, object]] = []
 
     def listen_for_news(viewer: http.client.HTTPResponse) -> None:
         while not (line := viewer.readline()).startswith(b"data: ") or b'"heartbeat"' in line:
             assert line
-        heard.append(json.loads(line[6:]))
+        received.append(json.loads(line[6:]))
 
     threads = [threading.Thread(target=listen_for_news, args=(viewer,)) for viewer in viewers]
     for thread in threads:
         thread.start()
-    for number in range(41, 141):  # what is there at the server's first look is no news
+    for number in range(41, 141):  # content at the server's first look is no news
         write_events(folder / "run", [Event(1.9e9, 1, step(number, 200))])
         time.sleep(0.5)
         if not any(thread.is_alive() for thread in threads):
             break
-    assert [news["kind"] for news in heard] == ["changed"] * 50
-    assert all(41 <= int(str(news["step"])) <= 140 for news in heard)
+    assert [news["kind"] for news in received] == ["changed"] * 50
+    assert all(41 <= int(str(news["step"])) <= 140 for news in received)
     assert _get(port, f"/api/run/{run}/curves")[0] == 200
-    for one in (stalled, slow, *viewers):
-        one.close()
+    for connection in (stalled, slow, *viewers):
+        connection.close()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_fifty_viewers_hear_of_a_new_step_beside_one_that_never_reads(served: tu
         b"POST /api/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\nx",
     ],
 )
-def test_a_stranger_who_speaks_something_else_is_turned_away(
+def test_a_client_that_speaks_something_else_is_turned_away(
     served: tuple[int, Path], request_bytes: bytes
 ) -> None:
     port, _ = served

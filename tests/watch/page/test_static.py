@@ -17,7 +17,7 @@ def test_a_module_makes_no_html_and_no_code_of_text(name: str) -> None:
     forbidden = (
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|cssText|\bimport\("
     )
-    code = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)  # types in comments say import("./x.js")
+    code = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)  # types in comments have import("./x.js")
     assert re.findall(forbidden, code) == []
 
 

@@ -25,7 +25,7 @@ from watch.made_runs import crashed, write_events
 from watch.why.watched import fleet_file
 
 HOSTILE = "<script>alert(1)</script>"
-SAID = "rank {} cannot reach 10.0.0.{}: " + HOSTILE
+UNREACHABLE = "rank {} cannot reach 10.0.0.{}: " + HOSTILE
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def client(run_dir: Path) -> TestClient:
     return TestClient(application(runs, access_for("127.0.0.1", ""), kept_s=0.0), base_url="http://127.0.0.1")
 
 
-def _say(run_dir: Path, rank: int, lines: list[LogLine]) -> None:
+def _write_log(run_dir: Path, rank: int, lines: list[LogLine]) -> None:
     path = RunDirectory(run_dir).log(0, rank)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"".join(map(encode, lines)))
@@ -50,8 +50,8 @@ def _line(t: float, rank: int, text: str, level: str = "warning") -> LogLine:
 
 
 def _logs(client: TestClient, run_dir: Path, query: str) -> dict[str, Any]:
-    found: dict[str, Any] = client.get(f"/api/run/{run_id(run_dir)}/logs?{query}").json()
-    return found
+    logs: dict[str, Any] = client.get(f"/api/run/{run_id(run_dir)}/logs?{query}").json()
+    return logs
 
 
 def test_a_heat_map_is_a_header_and_its_values(client: TestClient, run_dir: Path) -> None:
@@ -59,8 +59,8 @@ def test_a_heat_map_is_a_header_and_its_values(client: TestClient, run_dir: Path
     body = client.get(f"/api/run/{run_id(run_dir)}/ranks?column=compute_s&columns=4&rows=3").content
     head, values = _map(body)
     with RankStream(RunDirectory(run_dir).ranks) as stream:
-        wanted = stream.heat_map("compute_s", most_columns=4, most_rows=3)
-    assert np.array_equal(values, wanted.values, equal_nan=True)
+        expected = stream.heat_map("compute_s", most_columns=4, most_rows=3)
+    assert np.array_equal(values, expected.values, equal_nan=True)
     assert (head["rows"], head["columns"], head["ranks"], head["reduced"]) == (3, 4, 6, True)
     assert head["row_ranks"] == [0, 2, 4]
     assert head["maximum"] == np.nanmax(values)
@@ -108,8 +108,8 @@ def _map(body: bytes) -> tuple[dict[str, Any], Any]:
 
 def test_a_rank_has_its_history(client: TestClient, run_dir: Path) -> None:
     write(RunDirectory(run_dir).ranks, *(drawn_frame(3, 10 * n, ranks=6) for n in range(1, 4)))
-    found = client.get(f"/api/run/{run_id(run_dir)}/rank/5?column=memory_bytes").json()
-    assert found["steps"] == [10, 20, 30]
+    history = client.get(f"/api/run/{run_id(run_dir)}/rank/5?column=memory_bytes").json()
+    assert history["steps"] == [10, 20, 30]
     assert client.get(f"/api/run/{run_id(run_dir)}/rank/6").status_code == 404
     assert client.get(f"/api/run/{run_id(run_dir)}/rank/-1").status_code == 404
 
@@ -120,28 +120,33 @@ def test_a_run_without_numbers_of_ranks_has_none_to_show(client: TestClient, run
 
 def test_lines_of_all_ranks_are_merged_in_time_and_filtered(client: TestClient, run_dir: Path) -> None:
     for rank in (0, 1):
-        _say(run_dir, rank, [_line(100.0 + 2 * n + rank, rank, f"line {n}") for n in range(5)])
-    times = [one["t"] for one in _logs(client, run_dir, "")["lines"]]
+        _write_log(run_dir, rank, [_line(100.0 + 2 * n + rank, rank, f"line {n}") for n in range(5)])
+    times = [line["t"] for line in _logs(client, run_dir, "")["lines"]]
     assert times == sorted(times)
     assert len(times) == 10
-    assert {one["rank"] for one in _logs(client, run_dir, "rank=1")["lines"]} == {1}
+    assert {line["rank"] for line in _logs(client, run_dir, "rank=1")["lines"]} == {1}
     assert len(_logs(client, run_dir, "since=105&until=107")["lines"]) == 3
     assert _logs(client, run_dir, "level=error")["lines"] == []
     newest = _logs(client, run_dir, "last=2")
-    assert ([one["t"] for one in newest["lines"]], newest["more"]) == ([108.0, 109.0], True)
+    assert ([line["t"] for line in newest["lines"]], newest["more"]) == ([108.0, 109.0], True)
 
 
-def test_what_many_ranks_say_is_one_line_with_a_count(client: TestClient, run_dir: Path) -> None:
+def test_the_same_words_of_many_ranks_are_one_line_with_a_count(client: TestClient, run_dir: Path) -> None:
     for rank in range(5):
-        _say(run_dir, rank, [_line(100.0 + rank, rank, SAID.format(rank, rank))])
-    (one,) = _logs(client, run_dir, "grouped=1")["lines"]
-    assert (one["count"], one["first"], one["last"], one["place"]) == (5, 100.0, 104.0, "ranks 0-4 on node-1")
-    assert one["text"] == SAID.format(0, 0)  # data, which the page escapes
+        _write_log(run_dir, rank, [_line(100.0 + rank, rank, UNREACHABLE.format(rank, rank))])
+    (group,) = _logs(client, run_dir, "grouped=1")["lines"]
+    assert (group["count"], group["first"], group["last"], group["place"]) == (
+        5,
+        100.0,
+        104.0,
+        "ranks 0-4 on node-1",
+    )
+    assert group["text"] == UNREACHABLE.format(0, 0)  # data, which the page escapes
 
 
-def test_text_is_looked_for_as_it_stands(client: TestClient, run_dir: Path) -> None:
-    _say(run_dir, 0, [_line(1.0, 0, "a+b (c"), _line(2.0, 0, "aab c")])
-    assert [one["t"] for one in _logs(client, run_dir, "grep=a%2Bb%20(C")["lines"]] == [1.0]
+def test_text_is_searched_for_literally(client: TestClient, run_dir: Path) -> None:
+    _write_log(run_dir, 0, [_line(1.0, 0, "a+b (c"), _line(2.0, 0, "aab c")])
+    assert [line["t"] for line in _logs(client, run_dir, "grep=a%2Bb%20(C")["lines"]] == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -174,8 +179,8 @@ def _profile(run_dir: Path, name: str) -> Path:
 def test_profiles_are_listed_shown_and_downloaded(client: TestClient, run_dir: Path) -> None:
     _profile(run_dir, "step-12")
     base = f"/api/run/{run_id(run_dir)}"
-    (one,) = client.get(f"{base}/profiles").json()["profiles"]
-    assert (one["name"], one["step"], one["verdict"]) == ("step-12", 12, HOSTILE)
+    (profile,) = client.get(f"{base}/profiles").json()["profiles"]
+    assert (profile["name"], profile["step"], profile["verdict"]) == ("step-12", 12, HOSTILE)
     assert client.get(f"{base}/profile/step-12").json()["step_s"] == 1.5
     trace = client.get(f"{base}/profile/step-12/trace")
     assert (trace.content, trace.headers["content-type"]) == (b"the trace", "application/gzip")
@@ -201,7 +206,7 @@ def test_a_trace_that_is_a_link_out_of_the_run_is_not_sent(
     assert client.get(f"/api/run/{run_id(run_dir)}/profile/step-12/trace").status_code == 404
 
 
-def test_what_is_wrong_is_told_with_evidence(client: TestClient, run_dir: Path) -> None:
+def test_what_is_wrong_is_a_list_of_reasons(client: TestClient, run_dir: Path) -> None:
     assert isinstance(client.get(f"/api/run/{run_id(run_dir)}/why").json()["reasons"], list)
 
 
@@ -212,7 +217,9 @@ def test_samples_are_listed_newest_first_and_a_step_that_is_done_again_counts_on
     samples = [Sampled(at, name, "p", text, [1, 2]) for (at, name), text in texts.items()]
     write_events(run_dir, [Event(2e9, 5, body) for body in (*samples, samples[-1])])
     content = client.get(f"/api/run/{run_id(run_dir)}/samples").json()["samples"]
-    assert [(one["name"], [(text["step"], text["text"]) for text in one["texts"]]) for one in content] == [
+    assert [
+        (sample["name"], [(text["step"], text["text"]) for text in sample["texts"]]) for sample in content
+    ] == [
         ("a", [(20, "three"), (10, "one")]),
         ("b", [(20, "four"), (10, "two")]),
     ]

@@ -1,4 +1,4 @@
-"""A run that everybody watches has the bits of one that nobody does, whatever becomes of those who watch."""
+"""A run with many viewers has the bits of one without, also if viewers stall and the page is killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMAND = ("train", "run.toml", "--ranks", "2", "--json", "--set", "train.steps=
 
 
 def view(port: int) -> None:
-    """An open page: it listens, and asks for all numbers after each word, until the server is gone."""
+    """Act as an open page: receive events, and request all numbers after each line, until the server is gone."""
     with suppress(OSError, http.client.HTTPException):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("GET", "/api/events")
@@ -36,7 +36,7 @@ def view(port: int) -> None:
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
-    """What was logged of each step."""
+    """Step and loss of each logged step."""
     bodies = [event.body for event in read_events(run_dir / "events.jsonl")]
     return [(body.step, body.loss) for body in bodies if isinstance(body, Step)]
 
@@ -59,9 +59,9 @@ def test_viewers_that_stall_a_killed_page_and_a_full_disk_for_logs_change_no_bit
         command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
     ) as server:
         assert server.stdout is not None
-        found = re.match(r"http://127\.0\.0\.1:(\d+)/ ", server.stdout.readline())
-        assert found
-        port = int(found[1])
+        match = re.match(r"http://127\.0\.0\.1:(\d+)/ ", server.stdout.readline())
+        assert match
+        port = int(match[1])
         training = start((*COMMAND, "--run-dir", str(watched)), tmp_path, ENVIRONMENT)
         stalled = socket.create_connection(("127.0.0.1", port))
         stalled.sendall(b"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")

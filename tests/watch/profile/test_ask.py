@@ -1,4 +1,4 @@
-"""Whoever asks for a profile is told what became of the request."""
+"""The outcome of a request for a profile is reported to the user who made it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx_watch.profile.read import ProfileError
 from recorded_runs import RecordedRun
 
 
-def _asked(directory: RunDirectory, wait_s: float) -> str:
+def _request(directory: RunDirectory, wait_s: float) -> str:
     return read.request_profile(directory, 1, "auto", wait_s, lambda _line: None)
 
 
@@ -30,10 +30,10 @@ def test_a_request_that_is_taken_at_once_is_no_error_of_its_own(
 
     monkeypatch.setattr(profile_request, "write_request", written_and_taken)
     with pytest.raises(ProfileError, match="did not take the request"):
-        _asked(run.directory, 0.3)
+        _request(run.directory, 0.3)
 
 
-def test_a_request_in_whose_place_another_was_made_is_told_so_at_once(tmp_path: Path) -> None:
+def test_a_request_that_another_has_replaced_fails_at_once(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "a", "a", 10)
 
     def another(_line: str) -> None:  # called between the request and the first look for an answer
@@ -44,8 +44,10 @@ def test_a_request_in_whose_place_another_was_made_is_told_so_at_once(tmp_path: 
     assert request_path(run.directory).exists()
 
 
-def test_a_run_that_was_killed_a_moment_ago_is_not_said_to_be_slow_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_a_moment_ago_is_not_reported_as_slow_and_not_waited_for(
+    tmp_path: Path,
+) -> None:
     run = RecordedRun(tmp_path / "a", "a", 10, began=time.time() - 10)
     run.train(3)
     with pytest.raises(ProfileError, match=r"within 2 s.*it seems not to run"):
-        _asked(run.directory, 600.0)
+        _request(run.directory, 600.0)

@@ -1,4 +1,4 @@
-"""Clocks of ranks are brought together by barriers, and the stated error holds whatever the delays were."""
+"""Clocks of ranks are brought together by barriers, and the stated error holds for any delays."""
 
 from __future__ import annotations
 

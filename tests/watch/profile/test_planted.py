@@ -28,38 +28,42 @@ def planted(
     ranks: Ranks, dataset: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[RunDirectory, dict[str, Any]]]:
     """The directory and summary of each planted run."""
-    found = {}
+    summaries = {}
     for plant, (count, layout) in LAYOUTS.items():
         run_dir = tmp_path_factory.mktemp(plant) / "run"
         ask(run_dir)
         record(ranks, count, profiled_run(dataset, run_dir, **layout), plant)
         directory = RunDirectory(run_dir)
-        found[plant] = directory, make_summary(directory, NAME)
-    return found
+        summaries[plant] = directory, make_summary(directory, NAME)
+    return summaries
 
 
-def found(summary: dict[str, Any], code: str) -> dict[str, Any]:
+def costliest(summary: dict[str, Any], code: str) -> dict[str, Any]:
     """The finding of a kind that costs most; on a busy machine there may be others that cost more."""
-    return next(one for one in summary["findings"] if one["code"] == code)
+    return next(finding for finding in summary["findings"] if finding["code"] == code)
 
 
 def test_a_rank_that_computes_more_is_named_with_what_its_peers_wait(planted: Any) -> None:
     summary = planted["slow_rank"][1]
-    late = found(summary, "late rank")
+    late = costliest(summary, "late rank")
     assert list(late["ranks"]) == [1]
     assert late["text"].startswith("rank 1 computes ")
     assert "the others wait" in late["text"]
     assert summary["waits"][0]["late"] == 1
 
 
-def test_a_slow_link_is_told_from_a_late_rank_and_from_the_links_of_other_groups(planted: Any) -> None:
-    link = found(planted["slow_link"][1], "slow link")
+def test_a_slow_link_is_distinguished_from_a_late_rank_and_from_the_links_of_other_groups(
+    planted: Any,
+) -> None:
+    link = costliest(planted["slow_link"][1], "slow link")
     assert (link["axis"], sorted(link["ranks"])) == ("shard", [2, 3])
     assert "as long a call as in the other groups" in link["text"]
 
 
 def test_time_in_which_no_rank_computes_between_steps_is_named(planted: Any) -> None:
-    gaps = [one["text"] for one in planted["host_gap"][1]["findings"] if one["code"] == "host gap"]
+    gaps = [
+        finding["text"] for finding in planted["host_gap"][1]["findings"] if finding["code"] == "host gap"
+    ]
     assert any(text.startswith("between steps no rank computes") for text in gaps)
 
 
@@ -102,7 +106,7 @@ def test_the_merged_trace_is_in_chromes_format_with_a_process_for_each_rank(plan
     starts = {event["id"]: event for event in events if event["ph"] == "s"}
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     assert starts.keys() == ends.keys()
-    assert all(starts[one]["pid"] != ends[one]["pid"] for one in starts)
+    assert all(starts[flow]["pid"] != ends[flow]["pid"] for flow in starts)
 
 
 @pytest.mark.parametrize("plant", LAYOUTS)

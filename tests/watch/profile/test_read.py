@@ -1,4 +1,4 @@
-"""A profile that is not there is told by what there is."""
+"""A profile that does not exist is reported with those that do."""
 
 from __future__ import annotations
 

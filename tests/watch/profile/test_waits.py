@@ -1,4 +1,4 @@
-"""Waiting is charged to whoever came last, and the critical path goes where nothing can be shortened without it."""
+"""Waiting is charged to the rank that came last, and the critical path goes where nothing can be shortened without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_wait_is_charged_to_the_last_rank_and_the_rest_of_the_time_to_the_link
     assert waits.waited == {(0, "shard"): 300e-9, (2, "shard"): 100e-9}
 
 
-def test_collectives_that_only_one_rank_recorded_say_nothing() -> None:
+def test_collectives_that_only_one_rank_recorded_are_no_meetings() -> None:
     waits = meet({0: [passage(0, 1, 100, 500)], 1: [passage(1, 2, 100, 500)]})
     assert waits.meetings == []
 

@@ -17,16 +17,16 @@ def test_along_an_axis_ranks_are_sorted_by_their_place_on_it_and_then_by_number(
 ) -> None:
     layout = Layout(replicate=replicate, shard=shard, pipeline=pipeline, tensor=tensor)
     axis = data.draw(st.sampled_from(sorted(layout.degrees)))
-    found = in_order(axis, layout.ranks, layout, {}).tolist()
-    assert found == sorted(range(layout.ranks), key=lambda rank: (rank_place(layout, rank)[axis], rank))
+    order = in_order(axis, layout.ranks, layout, {}).tolist()
+    assert order == sorted(range(layout.ranks), key=lambda rank: (rank_place(layout, rank)[axis], rank))
 
 
 @given(st.dictionaries(st.integers(0, 40), st.sampled_from(["n2", "n10", "n9", "gpu-1-3", "gpu-1-12"])))
 def test_ranks_of_a_node_are_neighbors_and_nodes_are_sorted_as_people_count(nodes: dict[int, str]) -> None:
-    known = ["gpu-1-3", "gpu-1-12", "n2", "n9", "n10"]
-    found = in_order("node", 30, None, nodes).tolist()
-    place = {rank: known.index(nodes[rank]) if rank in nodes else len(known) for rank in range(30)}
-    assert found == sorted(range(30), key=lambda rank: (place[rank], rank))
+    names = ["gpu-1-3", "gpu-1-12", "n2", "n9", "n10"]
+    order = in_order("node", 30, None, nodes).tolist()
+    place = {rank: names.index(nodes[rank]) if rank in nodes else len(names) for rank in range(30)}
+    assert order == sorted(range(30), key=lambda rank: (place[rank], rank))
 
 
 def test_only_orders_that_make_a_difference_are_offered() -> None:

@@ -1,4 +1,4 @@
-"""Ranks sit where their attempt said, and on the nodes that the fleet names."""
+"""Ranks have the places of the layout that their attempt recorded, on the nodes that the fleet names."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from phalanx_watch.ranks import layout_of_attempt, nodes_of_ranks
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
     """A run of two attempts, the second under a smaller degree than the run file names."""
-    found = RunDirectory(tmp_path)
-    found.run_file.write_text('name = "x"\n[data]\npath = "d"\n[parallel]\ntensor = 4\npipeline = 2\n')
+    run_directory = RunDirectory(tmp_path)
+    run_directory.run_file.write_text(
+        'name = "x"\n[data]\npath = "d"\n[parallel]\ntensor = 4\npipeline = 2\n'
+    )
     for attempt, layout in enumerate(
         [{"pipeline": 2, "tensor": 4}, {"pipeline": 2, "tensor": 2, "shard": 3}]
     ):
-        with EventLog(found.events, attempt) as log:
+        with EventLog(run_directory.events, attempt) as log:
             log.append(RunStarted("run", 10, 1, layout))
-    return found
+    return run_directory
 
 
-def test_a_layout_is_that_which_the_attempt_told(directory: RunDirectory) -> None:
+def test_a_layout_is_that_which_the_attempt_recorded(directory: RunDirectory) -> None:
     assert layout_of_attempt(directory, 0, 8) == Layout(pipeline=2, tensor=4)
     assert layout_of_attempt(directory, 1, 12) == Layout(pipeline=2, tensor=2, shard=3)
 
 
-def test_without_its_word_the_run_file_is_believed_and_else_only_the_number_of_ranks(
+def test_without_a_record_the_layout_is_that_of_the_run_file_and_else_of_the_number_of_ranks(
     directory: RunDirectory,
 ) -> None:
     assert layout_of_attempt(directory, 7, 16) == Layout(pipeline=2, tensor=4, shard=2)

@@ -26,49 +26,49 @@ def noise(seed: int, windows: int, ranks: int, spread: float = 0.03) -> NDArray[
 def test_a_planted_slow_rank_is_first_and_the_only_one_that_is_slow(seed: int, planted: int) -> None:
     values = noise(seed, 20, 32)
     values[:, planted] *= 1.4
-    found = slowest("compute_s", values, Layout(replicate=32), 5)
-    assert len(found) == 5
-    assert found[0].rank == planted
-    assert [one.rank for one in found if one.slow] == [planted]
-    assert 0.2 < found[0].slowdown < 0.6
-    assert found[0].value == pytest.approx(found[0].typical * (1 + found[0].slowdown))
+    ranking = slowest("compute_s", values, Layout(replicate=32), 5)
+    assert len(ranking) == 5
+    assert ranking[0].rank == planted
+    assert [entry.rank for entry in ranking if entry.slow] == [planted]
+    assert 0.2 < ranking[0].slowdown < 0.6
+    assert ranking[0].value == pytest.approx(ranking[0].typical * (1 + ranking[0].slowdown))
 
 
 def test_a_rank_that_was_slow_for_a_short_while_is_not_called_slow() -> None:
     values = noise(1, 20, 8)
     values[:6, 3] *= 2
-    assert not any(one.slow for one in slowest("compute_s", values, Layout(replicate=8), 8))
+    assert not any(entry.slow for entry in slowest("compute_s", values, Layout(replicate=8), 8))
 
 
 def test_few_ranks_on_a_noisy_machine_are_judged_by_all_windows_together() -> None:
     values = noise(2, 20, 3, spread=0.1)
     values[:, 1] *= 1.9
-    assert [one.rank for one in slowest("compute_s", values, Layout(replicate=3), 3) if one.slow] == [1]
+    assert [entry.rank for entry in slowest("compute_s", values, Layout(replicate=3), 3) if entry.slow] == [1]
 
 
 def test_a_stage_that_has_more_to_do_is_not_slow_and_a_rank_is_compared_within_its_stage() -> None:
     values = noise(3, 10, 8)
     values[:, 4:] *= 3
     values[:, 6] *= 1.5
-    found = slowest("compute_s", values, Layout(pipeline=2, replicate=4), 8)
-    assert [one.rank for one in found if one.slow] == [6]
+    ranking = slowest("compute_s", values, Layout(pipeline=2, replicate=4), 8)
+    assert [entry.rank for entry in ranking if entry.slow] == [6]
 
 
 def test_ranks_that_do_not_know_are_left_out() -> None:
     values = noise(4, 10, 4)
     values[:, 2] = np.nan
     values[3, 0] = np.nan
-    found = slowest("compute_s", values, Layout(replicate=4), 8)
-    assert {one.rank for one in found} == {1, 3}
+    ranking = slowest("compute_s", values, Layout(replicate=4), 8)
+    assert {entry.rank for entry in ranking} == {1, 3}
     assert slowest("compute_s", values * np.nan, Layout(replicate=4), 8) == []
 
 
 def test_one_rank_that_waits_for_data_stands_out_from_many_that_never_do() -> None:
     values = np.zeros((10, 6), np.float32)
     values[:, 4] = 0.5
-    found = slowest("data_wait_s", values, Layout(replicate=6), 2)
-    assert [one.rank for one in found if one.slow] == [4]
-    assert np.isfinite(found[0].deviations)
+    ranking = slowest("data_wait_s", values, Layout(replicate=6), 2)
+    assert [entry.rank for entry in ranking if entry.slow] == [4]
+    assert np.isfinite(ranking[0].deviations)
 
 
 def test_windows_are_the_newest_of_one_attempt_with_equally_many_ranks(tmp_path: Path) -> None:
@@ -88,6 +88,6 @@ def test_fewer_windows_than_a_fleet_needs_to_replace_a_straggler_call_no_rank_sl
     values = noise(5, 4, 8)
     values[:, 3] *= 3
     for windows, slow in ((1, []), (3, []), (4, [3])):
-        found = slowest("compute_s", values[:windows], Layout(replicate=8), 8)
-        assert [one.rank for one in found if one.slow] == slow
-        assert found[0].rank == 3
+        ranking = slowest("compute_s", values[:windows], Layout(replicate=8), 8)
+        assert [entry.rank for entry in ranking if entry.slow] == slow
+        assert ranking[0].rank == 3

@@ -30,7 +30,7 @@ def make_run(
     environment: dict[str, Any] | None = None,
     attempts: int = 1,
 ) -> RunDirectory:
-    """A run of ``of`` steps (``steps`` if not given) that has logged ``steps``, over ``attempts``, and then ended as ``ending`` says."""
+    """A run of ``of`` steps (``steps`` if not given) that has logged ``steps``, over ``attempts``, and then ended as in ``ending``."""
     path.mkdir(parents=True)
     directory, total = RunDirectory(path), of or steps
     spec = RunSpec(

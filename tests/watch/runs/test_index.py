@@ -1,4 +1,4 @@
-"""The list of runs: what it says of each, in which state, and that its cache is only one."""
+"""The list of runs: the row and the state of each, and a cache that may be lost or damaged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows(folder: Path, cache: Path) -> list[RunRow]:
     return RunIndex([folder], cache).rows()
 
 
-def test_a_row_says_what_the_runs_files_say(tmp_path: Path) -> None:
+def test_a_row_has_the_values_of_the_runs_files(tmp_path: Path) -> None:
     make_run(tmp_path / "a", environment={"code": {"git_commit": "c0ffee", "git_dirty": True}})
     write_labels(tmp_path / "a", RunLabels(("good",), "first"))
     (row,) = rows(tmp_path, tmp_path / "cache")
@@ -62,7 +62,7 @@ def test_the_newest_start_is_found_among_many(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ending", "state"), [("stopped", "stopped"), ("", "failed"), ("finished", "finished")]
 )
-def test_a_run_that_nobody_holds_has_ended_as_it_said_or_failed(
+def test_a_run_that_nobody_holds_has_ended_as_its_events_record_or_failed(
     tmp_path: Path, ending: str, state: str
 ) -> None:
     make_run(tmp_path / "a", steps=3, of=6, ending=ending)
@@ -82,7 +82,7 @@ def test_a_run_whose_directory_is_locked_is_running_and_silent_after_a_long_time
     assert rows(tmp_path, tmp_path / "cache")[0].state == "failed"
 
 
-def test_of_a_run_on_another_machine_the_age_of_its_events_decides(tmp_path: Path) -> None:
+def test_the_age_of_its_events_decides_the_state_of_a_run_on_another_machine(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "a", steps=3, of=6, ending="")
     directory.lock.write_text("process 1 on elsewhere\n")
     assert KernelLocks().holds(directory) is None
@@ -109,8 +109,8 @@ def test_a_start_after_an_ending_is_not_over(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "a", steps=3, of=6, ending="stopped")
     with EventLog(directory.events, 1) as log:
         log.append(RunStarted("a", 6, ranks=5))
-    found = read_facts(directory.path)
-    assert (found.ended, found.row.ranks, found.row.step) == ("", 5, 3)
+    facts = read_facts(directory.path)
+    assert (facts.ended, facts.row.ranks, facts.row.step) == ("", 5, 3)
 
 
 def test_changes_are_seen_through_the_cache(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_files_that_are_made_to_break_readers_break_nothing(tmp_path: Path) -> N
     assert (row.step, row.state) == (6, "stopped")
 
 
-def test_a_fleet_whose_coordinator_moved_to_another_machine_goes_on(tmp_path: Path) -> None:
+def test_a_fleet_whose_coordinator_moved_to_another_machine_is_running(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "a", steps=3, of=6, ending="")
     now = time.time()
     (tmp_path / "a" / "fleet.json").write_text(f'{{"phase": "running", "written_unix_s": {now}}}')
@@ -241,7 +241,7 @@ def test_runs_that_are_no_more_are_forgotten_by_the_cache_within_a_day(
         make_run(tmp_path / "runs" / name)
     cache, now = tmp_path / "cache", time.time()
 
-    def known() -> list[str]:
+    def cached_names() -> list[str]:
         with sqlite3.connect(cache) as base:
             return [Path(path).name for (path,) in base.execute("SELECT path FROM runs ORDER BY path")]
 
@@ -249,14 +249,14 @@ def test_runs_that_are_no_more_are_forgotten_by_the_cache_within_a_day(
     shutil.rmtree(tmp_path / "runs" / "a")
     write_labels(tmp_path / "runs" / "b", RunLabels(("new",), ""))
     rows(tmp_path / "runs", cache)
-    assert known() == ["a", "b"]  # the look at every path it knows is made once a day
+    assert cached_names() == ["a", "b"]  # the look at every path it knows is made once a day
     monkeypatch.setattr("phalanx_watch.runs.index.time.time", lambda: now + 86_400)
     write_labels(tmp_path / "runs" / "b", RunLabels(("newer",), ""))
     rows(tmp_path / "runs", cache)
-    assert known() == ["b"]
+    assert cached_names() == ["b"]
 
 
-def test_runs_on_a_disk_that_is_away_are_neither_forgotten_nor_asked_for_when_others_are_listed(
+def test_runs_on_a_disk_that_is_away_are_neither_forgotten_nor_looked_up_when_others_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("here", "away"):
@@ -266,17 +266,17 @@ def test_runs_on_a_disk_that_is_away_are_neither_forgotten_nor_asked_for_when_ot
         rows(tmp_path / folder, cache)
     (tmp_path / "away").rename(tmp_path / "unmounted")
     monkeypatch.setattr("phalanx_watch.runs.index.time.time", lambda: now + 86_400)
-    asked: list[str] = []
+    looked_up: list[str] = []
     really = os.path.isdir
     monkeypatch.setattr(
-        "phalanx_watch.runs.index.os.path.isdir", lambda path: asked.append(path) or really(path)
+        "phalanx_watch.runs.index.os.path.isdir", lambda path: looked_up.append(path) or really(path)
     )
     write_labels(tmp_path / "here" / "a", RunLabels(("new",), ""))
     rows(tmp_path / "here", cache)
     with sqlite3.connect(cache) as base:
-        known = {path for (path,) in base.execute("SELECT path FROM runs")}
-    assert known == {str(tmp_path / folder / "a") for folder in ("here", "away")}
-    assert not [path for path in asked if "away" in str(path)]
+        cached_paths = {path for (path,) in base.execute("SELECT path FROM runs")}
+    assert cached_paths == {str(tmp_path / folder / "a") for folder in ("here", "away")}
+    assert not [path for path in looked_up if "away" in str(path)]
 
 
 def test_a_submitted_run_that_has_not_begun_is_listed_and_one_that_died_at_its_start_has_failed(

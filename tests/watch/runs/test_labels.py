@@ -1,4 +1,4 @@
-"""Tags and notes lie beside the run, and only what can be kept is kept."""
+"""Tags and notes are in a file of the run, and only what can be kept is kept."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def test_what_is_no_tag_is_refused_by_its_name(tag: str) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[1]", b'{"tags": 3, "note": []}', b"\xff\xfe", b"[" * 100_000]
 )
-def test_a_damaged_file_says_nothing_and_harms_nothing(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_file_has_no_labels_and_harms_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "labels.json").write_bytes(content)
     assert read_labels(tmp_path) == RunLabels()

@@ -17,12 +17,10 @@ def test_what_would_be_lost_is_measured_and_then_gone(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "a")
     (directory.path / "checkpoints").mkdir()
     (directory.path / "checkpoints" / "big").write_bytes(b"x" * 100_000)
-    found = removal(directory.path, [])
-    assert found.largest[0] == ("checkpoints", 100_000)
-    assert found.size_bytes == sum(
-        file.stat().st_size for file in directory.path.rglob("*") if file.is_file()
-    )
-    assert found.obstacles == ()
+    plan = removal(directory.path, [])
+    assert plan.largest[0] == ("checkpoints", 100_000)
+    assert plan.size_bytes == sum(file.stat().st_size for file in directory.path.rglob("*") if file.is_file())
+    assert plan.obstacles == ()
     remove(directory.path)
     assert list(tmp_path.iterdir()) == []
 
@@ -40,14 +38,14 @@ def test_a_run_that_is_being_trained_is_not_removed(tmp_path: Path) -> None:
     assert directory.events.exists()
 
 
-def test_asking_leaves_the_lock_file_as_it_was(tmp_path: Path) -> None:
+def test_a_look_leaves_the_lock_file_as_it_was(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "a")
     directory.lock.write_text("process 1 on elsewhere\n")
     removal(directory.path, [])
     assert directory.lock.read_text() == "process 1 on elsewhere\n"
 
 
-def test_runs_that_go_on_from_its_checkpoints_are_named(tmp_path: Path) -> None:
+def test_runs_that_continue_from_its_checkpoints_are_named(tmp_path: Path) -> None:
     parent = make_run(tmp_path / "parent")
     origin = {
         "run_dir": str(parent.path),
@@ -77,7 +75,7 @@ def test_what_is_no_run_is_not_touched(tmp_path: Path) -> None:
         removal(tmp_path / "link", [])
 
 
-def test_of_a_run_on_another_machine_nobody_can_tell_so_it_takes_force(tmp_path: Path) -> None:
+def test_a_run_that_may_be_running_on_another_machine_is_removed_only_by_force(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "a", steps=3, of=6, ending="")
     directory.lock.write_text("process 1 on elsewhere\n")
     (obstacle,) = removal(directory.path, []).obstacles
@@ -91,7 +89,7 @@ def test_a_run_is_removed_from_within(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_that_lie_in_it_are_named_and_one_of_them_that_is_trained_stands_in_the_way(
+def test_runs_in_its_folder_are_named_and_one_of_them_that_is_trained_prevents_the_removal(
     tmp_path: Path,
 ) -> None:
     outer, inner = make_run(tmp_path / "a"), make_run(tmp_path / "a" / "b")

@@ -68,7 +68,7 @@ def test_runs_are_ordered_by_a_column_and_those_without_a_value_come_last(rows: 
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("loss", "is no condition"),
         ("los<2", "did you mean loss"),
@@ -80,8 +80,8 @@ def test_runs_are_ordered_by_a_column_and_those_without_a_value_come_last(rows: 
         ("state=finishd", "there are running, finished"),
     ],
 )
-def test_what_cannot_be_read_says_what_there_is(text: str, says: str) -> None:
-    with pytest.raises(SelectionError, match=re.escape(says)):
+def test_a_condition_that_cannot_be_read_is_refused_with_the_nearest_choices(text: str, message: str) -> None:
+    with pytest.raises(SelectionError, match=re.escape(message)):
         read_condition(text)
 
 

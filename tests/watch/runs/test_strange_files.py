@@ -1,4 +1,4 @@
-"""A run directory may hold anything: whatever lies under a name, all runs are listed, at once and with the damage told."""
+"""A run directory may have anything under the name of a file: all runs are listed, at once and with the damage."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _KINDS = (_pipe, _folder, _endless, _deep, _long_numbers, _half_pairs)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", _KINDS)
 @pytest.mark.parametrize("name", _NAMES)
-def test_whatever_lies_under_a_name_of_a_run_the_list_shows_the_run(
+def test_a_run_with_anything_under_the_name_of_a_file_is_listed(
     tmp_path: Path, name: str, make: Callable[[Path], None]
 ) -> None:
     RecordedRun(tmp_path / "runs" / "whole", "whole", 10).train(3)
@@ -75,7 +75,7 @@ def test_whatever_lies_under_a_name_of_a_run_the_list_shows_the_run(
 
 
 @pytest.mark.timeout(30)
-def test_a_pipe_is_waited_for_by_nobody(tmp_path: Path) -> None:
+def test_no_reader_waits_for_a_pipe(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     for name in _NAMES:
         os.mkfifo(tmp_path / name)

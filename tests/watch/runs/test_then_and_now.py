@@ -1,4 +1,4 @@
-"""What differs between then and now, and whether it can change a bit."""
+"""Differences between the environment of a run and the present one, and whether they can change a bit."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def now(**changed: object) -> RunEnvironment:
     return dataclasses.replace(THEN, **changed)  # type: ignore[arg-type]
 
 
-def found(**changed: object) -> list[tuple[str, str]]:
-    return [(one.name, one.weight) for one in changes(THEN, now(**changed))]
+def weights(**changed: object) -> list[tuple[str, str]]:
+    return [(change.name, change.weight) for change in changes(THEN, now(**changed))]
 
 
-def test_where_nothing_has_changed_nothing_is_said() -> None:
+def test_an_unchanged_environment_has_no_differences() -> None:
     assert changes(THEN, THEN) == []
 
 
 def test_another_number_of_the_same_accelerators_is_no_difference() -> None:
-    assert found(accelerators=("H100",)) == []
+    assert weights(accelerators=("H100",)) == []
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "expected"),
     [
         ({"data_fingerprint": "not to be had: gone"}, [("data", "bits")]),
         ({"probes": {"sum": "01", "exp": "99"}}, [("kernels", "bits")]),
@@ -49,19 +49,19 @@ def test_another_number_of_the_same_accelerators_is_no_difference() -> None:
     ],
 )
 def test_each_difference_is_named_and_weighed(
-    changed: dict[str, object], says: list[tuple[str, str]]
+    changed: dict[str, object], expected: list[tuple[str, str]]
 ) -> None:
-    assert found(**changed) == says
+    assert weights(**changed) == expected
 
 
 def test_another_machine_may_change_bits_unless_its_probes_are_equal() -> None:
-    assert found(processor="Slide rule", probes={}) == [("processor", "perhaps")]
-    assert found(processor="Slide rule") == [("processor", "no")]
+    assert weights(processor="Slide rule", probes={}) == [("processor", "perhaps")]
+    assert weights(processor="Slide rule") == [("processor", "no")]
 
 
-def test_what_surely_changes_bits_comes_first_and_says_how_it_was() -> None:
+def test_what_surely_changes_bits_comes_first_and_each_change_has_its_former_value() -> None:
     listed = changes(THEN, now(driver="560", data_fingerprint="x", code={**THEN.code, "git_commit": "beef"}))
-    assert [one.weight for one in listed] == ["bits", "perhaps", "no"]
+    assert [change.weight for change in listed] == ["bits", "perhaps", "no"]
     assert listed[1] == Changed("commit", "c0ffee", "beef", "perhaps", "git checkout c0ffee")
 
 

@@ -29,7 +29,7 @@ while signal.SIGTERM not in requests:
 """
 
 
-def test_ctrl_c_asks_the_training_once_to_save_and_waits_for_its_end(tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_training_once_and_waits_for_its_end(tmp_path: Path) -> None:
     script = tmp_path / "training.py"
     script.write_text(TRAINING)
     parent = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The index of logged steps is only a cache: with it, without it, and with whatever lies in its place, a run's curves are the same."""
+"""The index of logged steps is only a cache: a run's curves are the same with it, without it, and with any other file in its place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx_watch.series.table import LATER, ROW, StepTable, step_row
 
 
 def long_run(run_dir: Path, steps: int = 5 * GROUP + 7, killed: bool = False) -> Path:
-    """Writes ``steps`` steps with what lies between them, in two attempts; ``killed`` leaves the last group of records unwritten."""
+    """Write ``steps`` steps and other events between them, in two attempts; ``killed`` leaves the last group of records unwritten."""
     run_dir.mkdir(parents=True, exist_ok=True)
     for attempt, numbers in enumerate((range(1, steps // 2), range(steps // 2 - 10, steps + 1))):
         log = EventLog(run_dir / "events.jsonl", attempt, clock=iter(range(10**6)).__next__)
@@ -59,44 +59,44 @@ def bytes_of_columns(table: StepTable) -> dict[str, bytes]:
 
 
 def assert_as_without_it(run_dir: Path) -> RunSeries:
-    """The series that is read with the index is that which is read without it."""
-    found = read(run_dir)
+    """Assert that the series read with the index equals the one read without it, and return it."""
+    indexed = read(run_dir)
     (run_dir / "steps.bin").rename(run_dir / "aside")
     expected = read(run_dir)
     (run_dir / "aside").rename(run_dir / "steps.bin")
-    assert bytes_of_columns(found.table) == bytes_of_columns(expected.table)
-    assert found.table.sparse == expected.table.sparse
-    assert list(found.marks) == list(expected.marks)
-    assert list(found.others) == list(expected.others)
-    assert list(found.starts) == list(expected.starts)
-    assert (found.last_t, found.ending, found.torn_lines) == (
+    assert bytes_of_columns(indexed.table) == bytes_of_columns(expected.table)
+    assert indexed.table.sparse == expected.table.sparse
+    assert list(indexed.marks) == list(expected.marks)
+    assert list(indexed.others) == list(expected.others)
+    assert list(indexed.starts) == list(expected.starts)
+    assert (indexed.last_t, indexed.ending, indexed.torn_lines) == (
         expected.last_t,
         expected.ending,
         expected.torn_lines,
     )
-    assert (found.version, found.unread) == (expected.version, expected.unread)
-    return found
+    assert (indexed.version, indexed.unread) == (expected.version, expected.unread)
+    return indexed
 
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_run_reads_the_same_with_its_index_and_hardly_any_text(tmp_path: Path, killed: bool) -> None:
-    found = assert_as_without_it(long_run(tmp_path, killed=killed))
-    assert found.parsed_bytes < (0.5 if killed else 0.1) * found.version[1]
+    series = assert_as_without_it(long_run(tmp_path, killed=killed))
+    assert series.parsed_bytes < (0.5 if killed else 0.1) * series.version[1]
 
 
 def test_a_damaged_index_changes_no_curve(tmp_path: Path) -> None:
     run_dir = long_run(tmp_path, 2 * GROUP + 5)
-    whole = (run_dir / "steps.bin").read_bytes()
+    index_bytes = (run_dir / "steps.bin").read_bytes()
 
     @settings(max_examples=60, deadline=None)
     @given(
-        at=st.integers(0, len(whole) - 1),
+        at=st.integers(0, len(index_bytes) - 1),
         change=st.integers(0, 255),
         cut=st.integers(0, 400),
         extra=st.binary(max_size=200),
     )
     def damage(at: int, change: int, cut: int, extra: bytes) -> None:
-        content = bytearray(whole)
+        content = bytearray(index_bytes)
         content[at] ^= change
         (run_dir / "steps.bin").write_bytes(bytes(content[: len(content) - cut]) + extra)
         assert_as_without_it(run_dir)
@@ -110,8 +110,8 @@ def test_a_torn_group_of_records_costs_itself_and_none_of_the_next_start(tmp_pat
     with EventLog(tmp_path / "events.jsonl", 2) as log:
         for number in range(GROUP):
             log.append(step(3 * GROUP + number, 999))
-    found = assert_as_without_it(tmp_path)
-    assert found.parsed_bytes < 0.1 * found.version[1]
+    series = assert_as_without_it(tmp_path)
+    assert series.parsed_bytes < 0.1 * series.version[1]
 
 
 def test_an_index_of_another_stream_is_not_used(tmp_path: Path) -> None:
@@ -119,19 +119,19 @@ def test_an_index_of_another_stream_is_not_used(tmp_path: Path) -> None:
     long_run(tmp_path / "two")
     content = (tmp_path / "two" / "events.jsonl").read_bytes()
     (tmp_path / "two" / "events.jsonl").write_bytes(content.replace(b'"loss":3.0', b'"loss":4.0'))
-    found = assert_as_without_it(tmp_path / "two")
-    assert found.parsed_bytes > 0.9 * found.version[1]
+    series = assert_as_without_it(tmp_path / "two")
+    assert series.parsed_bytes > 0.9 * series.version[1]
 
 
-def test_a_stream_that_begins_anew_has_an_index_anew(tmp_path: Path) -> None:
+def test_a_stream_that_begins_again_has_a_new_index(tmp_path: Path) -> None:
     long_run(tmp_path)
     (tmp_path / "events.jsonl").unlink()
     long_run(tmp_path, 3 * GROUP)
-    found = assert_as_without_it(tmp_path)
-    assert found.parsed_bytes < 0.1 * found.version[1]
+    series = assert_as_without_it(tmp_path)
+    assert series.parsed_bytes < 0.1 * series.version[1]
 
 
-def test_a_run_that_goes_on_is_followed_from_where_its_index_ended(tmp_path: Path) -> None:
+def test_a_run_that_continues_is_followed_from_where_its_index_ended(tmp_path: Path) -> None:
     run = read(long_run(tmp_path))
     with EventLog(tmp_path / "events.jsonl", 1) as log:
         log.append(step(400, 999))
@@ -141,15 +141,15 @@ def test_a_run_that_goes_on_is_followed_from_where_its_index_ended(tmp_path: Pat
 
 
 def test_a_chunk_at_a_time_gives_what_one_look_gives(tmp_path: Path) -> None:
-    whole = read(long_run(tmp_path))
+    at_once = read(long_run(tmp_path))
     run = RunSeries(tmp_path, chunk_records=50)
     looks = 0
     while looks == 0 or run.unread:
         run.refresh(budget_s=0.0)
         looks += 1
     assert looks > 5
-    assert bytes_of_columns(run.table) == bytes_of_columns(whole.table)
-    assert list(run.marks) == list(whole.marks)
+    assert bytes_of_columns(run.table) == bytes_of_columns(at_once.table)
+    assert list(run.marks) == list(at_once.marks)
 
 
 def test_an_index_that_cannot_be_written_costs_the_run_nothing(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_an_index_that_cannot_be_written_costs_the_run_nothing(tmp_path: Path) -
 
 
 def tamper(run_dir: Path, how: str, of_another: bytes) -> None:
-    """Does something to the index of a run that is going on, or to what has taken its place."""
+    """Change the index of a run that is being written, or the file or folder that has replaced it."""
     index = run_dir / "steps.bin"
     before = index.read_bytes() if index.is_file() else b""
     if index.is_dir():
@@ -184,10 +184,10 @@ def tamper(run_dir: Path, how: str, of_another: bytes) -> None:
             index.mkdir()
 
 
-def test_whatever_befalls_the_index_of_a_run_that_goes_on_its_curves_are_those_of_its_lines(
+def test_the_curves_of_a_run_are_those_of_its_lines_after_any_change_of_its_index_while_it_is_written(
     tmp_path: Path,
 ) -> None:
-    """Those of a viewer that has followed all the time, and of one that comes afterwards."""
+    """Curves of a viewer that has followed all the time, and of one that comes afterwards."""
     chunk_records = 40  # so that a viewer is in the midst of it
     of_another = (long_run(tmp_path / "other") / "steps.bin").read_bytes()
     kinds = ("deleted", "emptied", "torn", "of another run", "of another run, in its place")
@@ -254,10 +254,10 @@ def test_an_index_that_may_not_be_read_is_done_without() -> None:
             with suppress(PermissionError):
                 (run_dir / "steps.bin").read_bytes()
                 pytest.fail("the index may be read: this test shows nothing")
-            found = read(run_dir)
-        assert found.problem == ""
-        assert bytes_of_columns(found.table) == expected
-        assert found.parsed_bytes > 0.9 * found.version[1]
+            series = read(run_dir)
+        assert series.problem == ""
+        assert bytes_of_columns(series.table) == expected
+        assert series.parsed_bytes > 0.9 * series.version[1]
         shutil.rmtree(run_dir)
 
 
@@ -274,22 +274,22 @@ def test_a_loss_that_is_no_number_is_the_same_with_a_sign(tmp_path: Path) -> Non
     with EventLog(tmp_path / "events.jsonl", 0) as log:
         for number in range(1, 2 * GROUP + 1):
             log.append(step(number, 999, loss=-math.nan, grad_norm=-math.nan))
-    found = assert_as_without_it(tmp_path)
-    assert found.parsed_bytes < 0.1 * found.version[1]
+    series = assert_as_without_it(tmp_path)
+    assert series.parsed_bytes < 0.1 * series.version[1]
 
 
-def test_of_a_chunk_no_more_text_is_held_than_some_blocks(tmp_path: Path) -> None:
+def test_a_chunk_holds_no_more_text_than_some_blocks(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl", 0) as log:
         for number in range(1, 2 * GROUP + 1):
             log.append(step(number, 999))
             log.append(Message("info", "x" * 1000))
     index = StepIndex(tmp_path / "steps.bin", max_gap_bytes_in_chunk=1 << 16)
-    held = index.next_chunk(tmp_path / "events.jsonl")
-    assert sum(len(line) for stretch in held.stretches for _, line in stretch.lines) <= 1 << 16
+    chunk = index.next_chunk(tmp_path / "events.jsonl")
+    assert sum(len(line) for stretch in chunk.stretches for _, line in stretch.lines) <= 1 << 16
     assert_as_without_it(tmp_path)
 
 
-def test_a_run_that_has_said_nothing_yet_is_no_problem(tmp_path: Path) -> None:
+def test_a_run_that_has_written_nothing_yet_is_no_problem(tmp_path: Path) -> None:
     run = read(tmp_path)
     assert run.problem == ""
     long_run(tmp_path)
@@ -301,7 +301,7 @@ def test_a_run_that_has_said_nothing_yet_is_no_problem(tmp_path: Path) -> None:
 def test_a_record_of_numbers_beyond_any_run_is_not_taken_for_its_line(
     tmp_path: Path, place: int, value: float
 ) -> None:
-    """Where a step, a time or tokens stand in ``Row``; records in the midst of a chunk are not held against their lines."""
+    """``place`` is the index in ``Row`` of a step, a time or tokens; records within a chunk are not compared with their lines."""
     with EventLog(tmp_path / "events.jsonl", 0, clock=iter(range(10**6)).__next__) as log:
         for number in range(1, 2 * GROUP + 1):
             log.append(step(number, 999))

@@ -41,7 +41,7 @@ def _read(run_dir: Path) -> RunSeries:
     return run
 
 
-def test_the_columns_hold_what_the_events_say(tmp_path: Path) -> None:
+def test_the_columns_are_those_of_the_events(tmp_path: Path) -> None:
     run = _read(crashed(tmp_path))
     steps = [event.body for event in crashed_run() if isinstance(event.body, Step)]
     assert run.table.column("step").tolist() == [body.step for body in steps]
@@ -51,12 +51,14 @@ def test_the_columns_hold_what_the_events_say(tmp_path: Path) -> None:
 
 def test_a_step_that_was_computed_again_counts_as_it_was_computed_last(tmp_path: Path) -> None:
     run = _read(crashed(tmp_path))
-    found = curves(run, ["loss"])
-    assert found.x.tolist() == list(range(1, 41))
-    assert [mark.mark.kind for mark in found.marks if mark.mark.step == 20][-1] == "recovery"
+    drawn = curves(run, ["loss"])
+    assert drawn.x.tolist() == list(range(1, 41))
+    assert [mark.mark.kind for mark in drawn.marks if mark.mark.step == 20][-1] == "recovery"
 
 
-def test_a_fork_marks_the_state_that_it_went_back_to_and_the_one_that_it_went_on_from(tmp_path: Path) -> None:
+def test_a_fork_marks_the_state_that_it_went_back_to_and_the_one_that_it_continued_from(
+    tmp_path: Path,
+) -> None:
     bodies = [
         *(step(number, 18) for number in range(1, 13)),
         Forked(13, 8, 16, ["skip", "rate"]),
@@ -64,11 +66,11 @@ def test_a_fork_marks_the_state_that_it_went_back_to_and_the_one_that_it_went_on
         *(step(number, 18) for number in range(13, 19)),
     ]
     write_events(tmp_path / "run", [Event(float(t), 0, body) for t, body in enumerate(bodies)])
-    found = curves(_read(tmp_path / "run"), ["loss"])
-    assert found.x.tolist() == list(range(1, 19))
-    assert [(mark.x, mark.mark.step) for mark in found.marks] == [(8, 8), (16, 16)]
-    assert "skip, rate" in found.marks[0].mark.text
-    assert "child rate of the fork at step 13" in found.marks[1].mark.text
+    drawn = curves(_read(tmp_path / "run"), ["loss"])
+    assert drawn.x.tolist() == list(range(1, 19))
+    assert [(mark.x, mark.mark.step) for mark in drawn.marks] == [(8, 8), (16, 16)]
+    assert "skip, rate" in drawn.marks[0].mark.text
+    assert "child rate of the fork at step 13" in drawn.marks[1].mark.text
 
 
 def test_the_mark_of_a_spike_names_the_figure_that_rose_in_four_digits(tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ def test_the_mark_of_a_spike_names_the_figure_that_rose_in_four_digits(tmp_path:
 
 def test_reading_as_the_file_grows_gives_what_reading_it_whole_gives(tmp_path: Path) -> None:
     content = write_events(tmp_path / "whole", crashed_run()).read_bytes()
-    whole = _read(tmp_path / "whole")
+    at_once = _read(tmp_path / "whole")
     (tmp_path / "grown").mkdir()
     growing = RunSeries(tmp_path / "grown")
     for end in range(0, len(content) + 997, 997):
@@ -92,9 +94,9 @@ def test_reading_as_the_file_grows_gives_what_reading_it_whole_gives(tmp_path: P
         growing.refresh()
     for name in ("step", "loss", "t", "eval_loss", "grad_norm", "attempt"):
         assert np.array_equal(
-            whole.table.column(name), growing.table.column(name), equal_nan=name != "attempt"
+            at_once.table.column(name), growing.table.column(name), equal_nan=name != "attempt"
         ), name
-    assert list(whole.marks) == list(growing.marks)
+    assert list(at_once.marks) == list(growing.marks)
 
 
 def test_the_general_decoder_and_the_quick_one_agree(tmp_path: Path) -> None:
@@ -130,9 +132,9 @@ def test_evaluations_and_memory_stand_at_their_steps(tmp_path: Path) -> None:
             Event(4.0, 0, MemoryMeasured(3, {"total": 1 << 30})),
         ],
     )
-    found = curves(_read(tmp_path), ["eval_loss", "memory.total"])
-    assert [None if math.isnan(y) else y for y in found.series["eval_loss"].y] == [None, 1.5, None]
-    assert found.series["memory.total"].y[2] == 1 << 30
+    drawn = curves(_read(tmp_path), ["eval_loss", "memory.total"])
+    assert [None if math.isnan(y) else y for y in drawn.series["eval_loss"].y] == [None, 1.5, None]
+    assert drawn.series["memory.total"].y[2] == 1 << 30
 
 
 def test_torn_lines_are_counted_and_passed_over(tmp_path: Path) -> None:
@@ -153,8 +155,8 @@ def test_any_events_at_all_leave_a_series_that_can_be_drawn(
     file.write_bytes(b"".join(encode(Event(t, attempt, body)) for t, attempt, body in events))  # type: ignore[arg-type]
     run = _read(tmp_path)
     for x in ("step", "tokens", "time"):
-        found = curves(run, run.curve_names() or ["loss"], x, points=10)  # type: ignore[arg-type]
-        assert (np.diff(found.x) >= 0).all()
+        drawn = curves(run, run.curve_names() or ["loss"], x, points=10)  # type: ignore[arg-type]
+        assert (np.diff(drawn.x) >= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_a_run_directory_that_vanishes_leaves_an_empty_series(tmp_path: Path) ->
     assert curves(run, ["loss"]).x.tolist() == []
 
 
-def test_a_refresh_ends_when_its_time_is_over_and_says_how_far_it_came(tmp_path: Path) -> None:
+def test_a_refresh_ends_when_its_time_is_over_and_records_how_far_it_came(tmp_path: Path) -> None:
     crashed(tmp_path)
     run = RunSeries(tmp_path)
     run._tail._block_bytes = 2000
@@ -239,9 +241,9 @@ def test_marks_beyond_the_bound_are_left_out_by_weight_and_counted(tmp_path: Pat
             Event(9e3, 0, Message("info", "a node", IncidentKind.STRAGGLER)),
         ],
     )
-    found = curves(_read(tmp_path), ["loss"])
-    assert found.marks_left_out == 202
-    assert {"recovery", "straggler"} <= {mark.mark.kind for mark in found.marks}
+    drawn = curves(_read(tmp_path), ["loss"])
+    assert drawn.marks_left_out == 202
+    assert {"recovery", "straggler"} <= {mark.mark.kind for mark in drawn.marks}
 
 
 def test_series_beyond_the_bound_of_memory_are_given_up_and_read_again(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from watch.made_runs import write_events
 
 @st.composite
 def lives(draw: st.DrawFn) -> list[Event]:
-    """Runs with checkpoints, skipped steps, restarts that go back or begin anew, logs of every k-th step, attempts without a ledger."""
+    """Runs with checkpoints, skipped steps, restarts that go back or begin again, logs of every k-th step, attempts without a ledger."""
     events: list[Event] = []
     t, done, saved = 1.0e9, 0, [0]
     for attempt in range(draw(st.integers(1, 4))):
@@ -88,7 +88,7 @@ def test_accounts_of_the_kept_events_are_those_of_all(
     assert recoveries(kept, first) == recoveries(events, first)
 
 
-def test_of_many_steps_few_events_are_kept(tmp_path: Path) -> None:
+def test_few_events_of_many_steps_are_kept(tmp_path: Path) -> None:
     ledger = {"step.compute": 0.0}
     events = [Event(1e9, 0, RunStarted("x", 5000))]
     for number in range(1, 5001):
@@ -103,9 +103,12 @@ def test_of_many_steps_few_events_are_kept(tmp_path: Path) -> None:
 def test_each_attempt_has_its_own_account_and_together_they_are_the_whole(tmp_path: Path) -> None:
     file = write_events(tmp_path, crashed_run())
     accounts = attempt_accounts(read_events(file))
-    whole = goodput(read_events(file))
-    assert sum(sum(one.buckets_ns.values()) for one in accounts) == whole.total_ns
-    assert [(one.attempt, one.ranks, one.first_step, one.last_step, one.reason) for one in accounts] == [
+    total = goodput(read_events(file))
+    assert sum(sum(account.buckets_ns.values()) for account in accounts) == total.total_ns
+    assert [
+        (account.attempt, account.ranks, account.first_step, account.last_step, account.reason)
+        for account in accounts
+    ] == [
         (0, 2, 1, 25, ""),
         (1, 2, 21, 40, "finished"),
     ]

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:
-    """Skips, and says how to get what is missing."""
+    """Skip unless the modules are installed; the reason has the command that installs them."""
     missing = [name for name in modules if find_spec(name) is None]
     return pytest.mark.skipif(
         bool(missing), reason=f"NOT TESTED: {', '.join(missing)} not installed; run make test-trackers"
@@ -52,9 +52,9 @@ def needs(*modules: str) -> pytest.MarkDecorator:
 
 
 def recorded_run() -> list[Event]:
-    """The recorded run, each start of which says what it ran, and whose end says where the time went.
+    """The recorded run. Each start has a record of its code, and the end has the ledger of its time.
 
-    At each evaluation two prompts are continued and the layers are measured.
+    Two prompts are continued and the layers are measured at each evaluation.
     """
     events: list[Event] = []
     for event in crashed_run():
@@ -71,7 +71,7 @@ def recorded_run() -> list[Event]:
             written = [
                 Sampled(body.step, name, prompt, f" {body.step}\n{END}") for name, prompt in PROMPTS.items()
             ]
-            events += [Event(event.t, event.attempt, found) for found in (of_layers, *written)]
+            events += [Event(event.t, event.attempt, measured) for measured in (of_layers, *written)]
     return events
 
 
@@ -134,9 +134,9 @@ def test_tensorboard_reads_back_every_scalar(tmp_path: Path) -> None:
     send("tensorboard", run_directory(tmp_path), events)
     read = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=False)
     read.Reload()
-    found = [(scalar.step, scalar.value) for scalar in read.Scalars("train/loss")]
-    assert [at for at, _ in found] == [at for at, _ in losses(events)]
-    assert [value for _, value in found] == pytest.approx([loss for _, loss in losses(events)], rel=1e-6)
+    curve = [(scalar.step, scalar.value) for scalar in read.Scalars("train/loss")]
+    assert [at for at, _ in curve] == [at for at, _ in losses(events)]
+    assert [value for _, value in curve] == pytest.approx([loss for _, loss in losses(events)], rel=1e-6)
     assert len(read.Scalars("eval/bits_per_byte")) == 4
     assert any("messages" in tag for tag in read.Tags()["tensors"])
 
@@ -180,8 +180,8 @@ def test_tensorboard_reads_back_the_texts_of_samples_and_the_figures_of_layers(t
     read = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=False)
     read.Reload()
     for sample in PROMPTS:
-        found = read.Tensors(f"sample/{sample}/text_summary")
-        texts = {event.step: event.tensor_proto.string_val[0].decode() for event in found}
+        tensors = read.Tensors(f"sample/{sample}/text_summary")
+        texts = {event.step: event.tensor_proto.string_val[0].decode() for event in tensors}
         assert texts == {step: f"```\n{text}\n```" for step, text in texts_of(sample).items()}
     tags = [tag for tag in read.Tags()["scalars"] if tag.startswith("layer/")]
     curves = {tag: {scalar.step: scalar.value for scalar in read.Scalars(tag)} for tag in tags}
@@ -280,19 +280,19 @@ def test_an_mlflow_server_that_is_killed_costs_the_run_nothing_and_has_everythin
 
 def require_whole(client: object) -> None:
     """Everything of the recorded run is in MLflow, once."""
-    found = client.search_runs([client.get_experiment_by_name("phalanx").experiment_id])  # type: ignore[attr-defined]
-    (run,) = found
+    runs = client.search_runs([client.get_experiment_by_name("phalanx").experiment_id])  # type: ignore[attr-defined]
+    (run,) = runs
 
     def artifact(path: str) -> str:
         return Path(client.download_artifacts(run.info.run_id, path)).read_text(encoding="utf-8")  # type: ignore[attr-defined]
 
     history = client.get_metric_history(run.info.run_id, "train/loss")  # type: ignore[attr-defined]
-    assert sorted((one.step, one.value) for one in history) == sorted(losses(recorded_run()))
+    assert sorted((point.step, point.value) for point in history) == sorted(losses(recorded_run()))
     assert run.data.tags["weights_sha256"] == "ab" * 32
     assert run.data.params["optimizer.lr"] == "0.1"
     assert run.data.metrics["goodput/ckpt.blocking_s"] > 0
     listed = client.list_artifacts(run.info.run_id, "record")  # type: ignore[attr-defined]
-    assert [one.path for one in listed] == ["record/attempt-000.json", "record/attempt-001.json"]
+    assert [file.path for file in listed] == ["record/attempt-000.json", "record/attempt-001.json"]
     assert "ckpt.blocking" in [row[0] for row in json.loads(artifact("goodput.json"))["data"]]
     for sample in PROMPTS:
         for step, text in texts_of(sample).items():
@@ -300,7 +300,7 @@ def require_whole(client: object) -> None:
     for tag, values in curves_of_layers().items():
         history = client.get_metric_history(run.info.run_id, tag)  # type: ignore[attr-defined]
         # MLflow keeps what is infinite as the greatest number.
-        assert {one.step: one.value for one in history} == {
+        assert {point.step: point.value for point in history} == {
             step: min(value, sys.float_info.max) for step, value in values.items()
         }
 
@@ -391,11 +391,11 @@ def phalanx(words: list[str], uri: str) -> subprocess.CompletedProcess[str]:
 
 
 def environment(uri: str = "") -> dict[str, str]:
-    found = {
+    variables = {
         name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "TRACKIO_"))
     }
-    found |= {"WANDB_MODE": "offline", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1"}
-    return found | ({"MLFLOW_TRACKING_URI": uri} if uri else {})
+    variables |= {"WANDB_MODE": "offline", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1"}
+    return variables | ({"MLFLOW_TRACKING_URI": uri} if uri else {})
 
 
 @contextmanager
@@ -424,7 +424,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def end(server: subprocess.Popen[bytes]) -> None:
-    """Kills a server with its workers."""
+    """Kill a server with its workers."""
     with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()

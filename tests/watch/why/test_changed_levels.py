@@ -171,7 +171,7 @@ def test_the_level_and_the_fields_of_the_parent_are_read_from_the_checkpoint_tha
     assert run.seen().origin is None
 
 
-# --- what a child loses at its beginning --------------------------------------------------------------------
+# --- the loss of a child at its beginning --------------------------------------------------------------------
 
 
 def begun(path: Path, losses: Sequence[float], origin: OriginSeen, rate: float = 1e-3) -> list[Reason]:

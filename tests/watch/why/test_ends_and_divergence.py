@@ -1,4 +1,4 @@
-"""Runs that diverge, end without an order, wait in a queue or train on fewer ranks than were asked for."""
+"""Runs that diverge, end without an order, wait in a queue or train on fewer ranks than were requested."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def log_line(run: Watched, text: str, rank: int = 1, at: float | None = None) ->
 
 def test_a_loss_above_that_of_an_untrained_model_is_critical(run: Watched) -> None:
     run.write(steps(31, 60, lambda _: {"loss": 3900.0}))
-    found = only(run.reasons(checkpoints=((20, T0),)))
-    assert (found.code, found.severity) == ("diverged", "critical")
-    assert "an untrained model has 8.3" in found.evidence[1]
-    assert "--from 20 --set optimizer.lr=" in found.next
+    reason = only(run.reasons(checkpoints=((20, T0),)))
+    assert (reason.code, reason.severity) == ("diverged", "critical")
+    assert "an untrained model has 8.3" in reason.evidence[1]
+    assert "--from 20 --set optimizer.lr=" in reason.next
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -88,10 +88,10 @@ def test_a_run_that_has_ended_with_a_loss_above_an_untrained_models_is_named(
 ) -> None:
     run.write(steps(31, 60, lambda _: {"loss": 3900.0}))
     run.write([Stopped(60, "stopped on request")])
-    found, *others = run.reasons(is_held=False, finished=finished, checkpoints=((20, T0),))
+    first, *others = run.reasons(is_held=False, finished=finished, checkpoints=((20, T0),))
     assert [reason.code for reason in others] == ([] if finished else ["stopped"])
-    assert (found.code, found.severity) == ("diverged", "critical")
-    assert found.doing.startswith(
+    assert (first.code, first.severity) == ("diverged", "critical")
+    assert first.doing.startswith(
         "nothing: it has finished" if finished else "nothing: it has ended; step 20"
     )
 
@@ -115,8 +115,8 @@ def test_a_loss_half_above_the_best_is_a_divergence_once_it_has_lasted_a_window(
     run.write(steps(61, 150, lambda _: {"loss": 3.5}))
     assert run.codes() == []
     run.write(steps(151, 200, lambda _: {"loss": 3.5}))
-    found = only(run.reasons())
-    assert (found.code, found.where) == ("diverged", "step 61 and after")
+    reason = only(run.reasons())
+    assert (reason.code, reason.where) == ("diverged", "step 61 and after")
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_a_loss_that_stays_at_that_of_an_untrained_model_is_named_after_two_wind
     run.write(steps(1, 250, lambda _: {"loss": 8.3}))
     assert run.codes() == []
     run.write(steps(251, 400, lambda _: {"loss": 8.3}))
-    found = only(run.reasons())
-    assert (found.code, found.severity) == ("not-learning", "warning")
-    assert "an untrained model has 8.3" in found.evidence[1]
+    reason = only(run.reasons())
+    assert (reason.code, reason.severity) == ("not-learning", "warning")
+    assert "an untrained model has 8.3" in reason.evidence[1]
 
 
 @pytest.mark.parametrize("first", [50.0, 8.4])
@@ -212,7 +212,7 @@ def test_a_warmup_that_is_not_shorter_than_the_run_is_named_though_the_loss_fall
     ("held_out", "cause"),
     [(None, "leak into the inputs"), (0.03, "so is the held-out loss"), (7.0, "memorized")],
 )
-def test_a_loss_that_no_text_allows_is_named_with_what_the_held_out_loss_says_of_it(
+def test_a_loss_that_no_text_allows_is_named_with_the_held_out_loss_as_evidence(
     run: Watched, held_out: float | None, cause: str
 ) -> None:
     run.write(steps(31, 60, lambda _: {"loss": 0.2}))
@@ -248,10 +248,10 @@ def test_a_gradient_norm_that_has_grown_for_a_window_is_named_with_the_step_and_
     run.write(steps(61, 150, lambda _: {"grad_norm": 30.0}))
     assert run.codes() == []
     run.write(steps(151, 200, lambda _: {"grad_norm": 30.0}))
-    found = only(run.reasons(checkpoints=((20, T0), (100, T0))))
-    assert (found.code, found.where) == ("growing-norm", "step 61 and after")
-    assert found.title == "The gradient norm has grown 60 times: 30"
-    assert "--from 20 --set optimizer.lr=" in found.next
+    reason = only(run.reasons(checkpoints=((20, T0), (100, T0))))
+    assert (reason.code, reason.where) == ("growing-norm", "step 61 and after")
+    assert reason.title == "The gradient norm has grown 60 times: 30"
+    assert "--from 20 --set optimizer.lr=" in reason.next
 
 
 def test_a_norm_that_grew_before_the_newest_events_has_one_place_however_long_the_run_goes_on(
@@ -279,10 +279,10 @@ def test_a_norm_that_rises_slowly_or_was_large_at_first_has_not_grown(tmp_path: 
 def test_a_rank_that_was_killed_is_named_as_the_failure_of_the_run(run: Watched) -> None:
     log_line(run, ended_text("was killed by SIGKILL"))
     log_line(run, "RuntimeError: Connection closed by peer", rank=0, at=run.t + 0.1)
-    found = only(run.reasons(1, is_held=False))
-    assert (found.code, found.where) == ("failed", "rank 1 on vm")
-    assert "SIGKILL" in found.title
-    assert "dmesg" in found.next
+    reason = only(run.reasons(1, is_held=False))
+    assert (reason.code, reason.where) == ("failed", "rank 1 on vm")
+    assert "SIGKILL" in reason.title
+    assert "dmesg" in reason.next
 
 
 def test_a_run_that_failed_with_a_shard_cut_short_is_named_by_that_shard(
@@ -312,9 +312,9 @@ def test_the_first_failure_is_printed_from_its_beginning(run: Watched) -> None:
 def test_a_job_that_ended_before_its_first_event_is_named_by_its_log(tmp_path: Path) -> None:
     run = Watched(tmp_path / "run")
     job = JobStanding("job 7 (slurm)", "it has ended; its log is runs/x/launch/job-7.log", has_ended=True)
-    found = only(run.reasons(is_held=False, job=job, events=()))
-    assert (found.code, found.severity) == ("failed", "critical")
-    assert "job-7.log" in found.evidence[0]
+    reason = only(run.reasons(is_held=False, job=job, events=()))
+    assert (reason.code, reason.severity) == ("failed", "critical")
+    assert "job-7.log" in reason.evidence[0]
 
 
 def test_a_job_that_died_before_its_first_event_is_named_by_its_failure(tmp_path: Path) -> None:
@@ -329,8 +329,8 @@ def test_a_job_that_died_before_its_first_event_is_named_by_its_failure(tmp_path
 )
 def test_a_job_in_the_queue_is_named(run: Watched, is_held: bool, code: str, severity: str) -> None:
     job = JobStanding("job 7 (slurm)", "waits for 2 nodes", is_waiting=True, is_held=is_held)
-    found = only(run.reasons(is_held=False, job=job))
-    assert (found.code, found.severity) == (code, severity)
+    reason = only(run.reasons(is_held=False, job=job))
+    assert (reason.code, reason.severity) == (code, severity)
 
 
 # --- hangs -----------------------------------------------------------------------------------------------
@@ -338,9 +338,9 @@ def test_a_job_in_the_queue_is_named(run: Watched, is_held: bool, code: str, sev
 
 def test_a_hang_names_the_rank_whose_process_is_stopped_and_how_it_goes_on(run: Watched) -> None:
     processes = (ProcessSeen(10, "S", 0), ProcessSeen(11, "T", 1))
-    found = only(run.reasons(120, processes=processes))
-    assert (found.code, found.where) == ("stalled", "rank 1 (process 11)")
-    assert "kill -CONT 11" in found.next
+    reason = only(run.reasons(120, processes=processes))
+    assert (reason.code, reason.where) == ("stalled", "rank 1 (process 11)")
+    assert "kill -CONT 11" in reason.next
 
 
 def test_a_hang_names_the_rank_that_has_used_up_its_address_space(run: Watched) -> None:
@@ -494,19 +494,21 @@ def test_a_start_whose_processes_were_killed_before_its_first_event_quotes_its_l
 # --- fleets ----------------------------------------------------------------------------------------------
 
 
-def test_a_fleet_that_trains_on_fewer_ranks_than_its_nodes_allow_says_why(run: Watched) -> None:
+def test_a_fleet_that_trains_on_fewer_ranks_than_its_nodes_allow_is_named_with_the_reason(
+    run: Watched,
+) -> None:
     reason = "node a, worker 0: connectFullMesh failed ... remote=[127.0.0.1]"
     run.write([EpochLeft(number, reason) for number in range(3)])
     members = (member("node-0", 0), Member("node-1", "spare", "b", attached=True))
     run.spec = FLEET
-    found = run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members, ranks=1))
-    (one,) = [reason for reason in found if reason.code == "fewer-ranks"]
-    assert "1 of 2 ranks" in one.title
-    assert "127.0.0.1" in one.evidence[0]
-    assert "3 of them for one reason" in one.evidence[0]
+    reasons = run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members, ranks=1))
+    (fewer_ranks,) = [reason for reason in reasons if reason.code == "fewer-ranks"]
+    assert "1 of 2 ranks" in fewer_ranks.title
+    assert "127.0.0.1" in fewer_ranks.evidence[0]
+    assert "3 of them for one reason" in fewer_ranks.evidence[0]
 
 
-def test_a_spare_that_was_lost_is_not_said_to_be_replaced(run: Watched) -> None:
+def test_a_spare_that_was_lost_is_not_reported_as_replaced(run: Watched) -> None:
     lost = Member("node-2", "lost", "host-2", fault=IncidentKind.LOST)
     members = (member("node-0", 0), member("node-1", 1), lost)
     incidents = (happening(run.t - 5, "node-2", "no heartbeat for 15 s"),)
@@ -528,7 +530,7 @@ def test_events_of_older_versions_are_read(run: Watched) -> None:
     line = b'{"t":1.0,"attempt":0,"kind":"Message","level":"warning","text":"node a: slow, and no spare"}'
     assert decode(line).body == Message("warning", "node a: slow, and no spare")
     run.write([NonFinite(31, "not finite are loss of slot 5", skipped=False)])
-    assert next(one for one in run.reasons() if one.code == "not-finite").where == "step 31"
+    assert next(reason for reason in run.reasons() if reason.code == "not-finite").where == "step 31"
 
 
 def test_a_run_without_a_run_file_can_be_judged(tmp_path: Path) -> None:

@@ -25,26 +25,26 @@ from tiny_runs import make_dataset, tiny_run, train_on_this_rank
 
 
 def named(run_dir: Path, code: str) -> Reason:
-    found = reasons(RunDirectory(run_dir), time.time())
-    assert code in [one.code for one in found], found
-    return next(one for one in found if one.code == code)
+    all_reasons = reasons(RunDirectory(run_dir), time.time())
+    assert code in [reason.code for reason in all_reasons], all_reasons
+    return next(reason for reason in all_reasons if reason.code == code)
 
 
 @contextmanager
 def going_on(run_dir: Path) -> Iterator[None]:
-    """Holds the run directory, as a process does that trains."""
+    """Hold the run directory, as a process does that trains."""
     import os
 
     (run_dir / "result.json").unlink(missing_ok=True)
-    held = take_lock(run_dir / "lock")
+    lock = take_lock(run_dir / "lock")
     try:
         yield
     finally:
-        os.close(held)
+        os.close(lock)
 
 
 def with_nan(spec: RunSpec, number: int) -> Any:
-    """Trains with a gradient that is not a number in one step."""
+    """Train with a gradient that is not a number in one step."""
     import torch
 
     from phalanx.train.step.step import Stepper
@@ -71,10 +71,10 @@ def test_a_loss_that_is_not_a_number_is_named_with_its_batch_slot_layer_and_rank
 ) -> None:
     with pytest.raises(AssertionError, match="not finite"):
         ranks.run(1, with_nan, tiny_run(dataset, tmp_path / "run"), 4)
-    found = named(tmp_path / "run", "not-finite")
-    assert found.severity == "critical"
-    assert found.where == "step 4, slot 5, gradient of embedding.weight, rank 0"
-    assert "samples 48 to 63" in found.evidence[1]
+    reason = named(tmp_path / "run", "not-finite")
+    assert reason.severity == "critical"
+    assert reason.where == "step 4, slot 5, gradient of embedding.weight, rank 0"
+    assert "samples 48 to 63" in reason.evidence[1]
 
 
 def test_a_spike_is_named_with_its_batch_and_the_checkpoint_that_was_kept(
@@ -85,10 +85,10 @@ def test_a_spike_is_named_with_its_batch_and_the_checkpoint_that_was_kept(
         # The window of this run is short: eight steps later it would be no news.
         directory = RunDirectory(tmp_path / "run")
         seen = upto(observe(directory, time.time()), SPIKE + 4)
-        found = next(one for one in judge(seen) if one.code == "loss-spike")
-    assert found.where.startswith(f"step {SPIKE}, slot ")
-    assert f"samples {(SPIKE - 1) * 16} to {SPIKE * 16 - 1}" in found.evidence[1]
-    assert f"step {SPIKE - 1}" in found.doing
+        reason = next(reason for reason in judge(seen) if reason.code == "loss-spike")
+    assert reason.where.startswith(f"step {SPIKE}, slot ")
+    assert f"samples {(SPIKE - 1) * 16} to {SPIKE * 16 - 1}" in reason.evidence[1]
+    assert f"step {SPIKE - 1}" in reason.doing
 
 
 def upto(seen: Observed, step: int) -> Observed:
@@ -100,7 +100,7 @@ def upto(seen: Observed, step: int) -> Observed:
 
 
 def without_disk(spec: RunSpec) -> Any:
-    """Trains while no file of a checkpoint can be written."""
+    """Train while no file of a checkpoint can be written."""
     from phalanx.checkpoint.tiers.disk import DiskTier
 
     original = DiskTier.write
@@ -120,10 +120,10 @@ def test_a_disk_that_takes_no_checkpoint_is_named_with_its_error(
 ) -> None:
     with pytest.raises(AssertionError, match="could not be saved"):
         ranks.run(1, without_disk, tiny_run(dataset, tmp_path / "run"))
-    found = named(tmp_path / "run", "checkpoint-failed")
-    assert found.severity == "critical"
-    assert "Input/output error" in found.evidence[0]
-    assert found.where == str(tmp_path / "run" / "checkpoints")
+    reason = named(tmp_path / "run", "checkpoint-failed")
+    assert reason.severity == "critical"
+    assert "Input/output error" in reason.evidence[0]
+    assert reason.where == str(tmp_path / "run" / "checkpoints")
 
 
 def test_another_version_of_the_data_is_named(ranks: Ranks, tmp_path: Path) -> None:
@@ -131,13 +131,15 @@ def test_another_version_of_the_data_is_named(ranks: Ranks, tmp_path: Path) -> N
     spec = tiny_run(dataset, tmp_path / "run")
     ranks.run(1, train_on_this_rank, spec, 4)
     with going_on(tmp_path / "run"):
-        assert "other-data" not in [one.code for one in reasons(RunDirectory(tmp_path / "run"), time.time())]
+        assert "other-data" not in [
+            reason.code for reason in reasons(RunDirectory(tmp_path / "run"), time.time())
+        ]
         shutil.rmtree(dataset)
         assert named(tmp_path / "run", "data-gone").evidence
         make_dataset(dataset, "another")
-        found = named(tmp_path / "run", "other-data")
-    assert found.severity == "critical"
-    assert str(dataset) in found.where
+        reason = named(tmp_path / "run", "other-data")
+    assert reason.severity == "critical"
+    assert str(dataset) in reason.where
 
 
 def test_checkpoints_that_lack_files_are_named_before_a_start_and_not_offered_to_go_on_from(
@@ -176,10 +178,10 @@ def test_a_run_whose_processes_were_killed_is_missed(ranks: Ranks, dataset: Path
     ranks.run(2, train_on_this_rank, tiny_run(dataset, tmp_path / "run"), 4)
     with going_on(tmp_path / "run"):
         seen = observe(RunDirectory(tmp_path / "run"), time.time())
-        # Whatever room there is on this machine's disk.
+        # Without the disk: its room depends on the machine.
         assert judge(dataclasses.replace(seen, disk=None)) == []
-    found = named(tmp_path / "run", "gone")
-    assert "it resumes from there" in found.doing
+    reason = named(tmp_path / "run", "gone")
+    assert "it resumes from there" in reason.doing
 
 
 def test_a_healthy_run_has_no_reason_in_any_of_its_moments(
@@ -192,9 +194,9 @@ def test_a_healthy_run_has_no_reason_in_any_of_its_moments(
     directory = RunDirectory(tmp_path / "run")
     assert reasons(directory, time.time()) == []
     assert reasons(directory, time.time() + 1e6) == []
-    whole = dataclasses.replace(observe(directory, time.time()), disk=None)
+    last = dataclasses.replace(observe(directory, time.time()), disk=None)
     events = list(read_events(directory.events))
     for count in range(1, len(events)):
         for now in (events[count - 1].t, events[count].t):
             then = {"events": tuple(events[:count]), "now": now, "finished": False, "is_held": True}
-            assert judge(dataclasses.replace(whole, **then, checkpoints=())) == [], (count, events[count - 1])
+            assert judge(dataclasses.replace(last, **then, checkpoints=())) == [], (count, events[count - 1])

@@ -1,4 +1,4 @@
-"""What is read of a run directory: bounded, whatever lies there, and without locking anything."""
+"""Reading of a run directory for ``phalanx why``: bounded for any content, and without a lock."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from phalanx_watch.why.reasons import judge, observe, read_ends
 from watch.why.watched import Watched, step, steps
 
 
-def test_of_a_short_stream_all_is_read(tmp_path: Path) -> None:
+def test_all_of_a_short_stream_is_read(tmp_path: Path) -> None:
     run = Watched(tmp_path)
     run.write(steps(1, 50))
     assert read_ends(run.directory.events) == ([], list(read_events(run.directory.events)), [])
 
 
-def test_of_a_long_stream_the_end_is_read_and_samples_of_the_past_in_their_order(
+def test_the_end_of_a_long_stream_is_read_and_samples_of_the_past_in_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("_TAIL_BYTES", 20_000), ("_HEAD_BYTES", 2000), ("_SAMPLE_BYTES", 2000)):
@@ -83,7 +83,7 @@ def test_a_stream_that_cannot_be_read_is_a_reason_and_one_that_is_not_there_yet_
 
 
 def damage(run: Watched, first: int, content: bytes) -> int:
-    """Overwrites the stream from the line of a step on; returns the offset."""
+    """Overwrite the stream from the line of a step on, and return the offset."""
     stream = bytearray(run.directory.events.read_bytes())
     offset = stream.index(f'"kind":"Step","step":{first},'.encode()) - 20
     stream[offset : offset + len(content)] = content
@@ -157,8 +157,8 @@ def test_a_rank_that_computes_longer_than_its_peers_is_read_from_the_stream_of_r
             compute = np.array([1.0, 1.01, 0.99, 1.6], np.float32)
             columns = {name: np.full(4, np.nan, np.float32) for name in RANK_COLUMNS} | {"compute_s": compute}
             writer.append(RankFrame(10 * window, run.t + window, 0, 4, columns, 10))
-    found = [one for one in run.reasons() if one.code == "straggler"]
-    assert [one.where for one in found] == ["rank 3"]
+    stragglers = [reason for reason in run.reasons() if reason.code == "straggler"]
+    assert [reason.where for reason in stragglers] == ["rank 3"]
 
 
 @pytest.mark.parametrize(("windows", "codes"), [(20, []), (80, ["straggler"])])
@@ -210,6 +210,6 @@ def test_a_rank_that_is_late_in_bursts_is_named_unless_all_are_or_it_was_one_pau
             compute[window % 3 if every == 5 else 3] += others * (window % 2)
             columns = {name: np.full(4, np.nan, np.float32) for name in RANK_COLUMNS} | {"compute_s": compute}
             writer.append(RankFrame(10 * window, run.t + window, 0, 4, columns, 10))
-    reasons = [one for one in run.reasons() if one.code == "straggler"]
-    assert [one.where for one in reasons] == named
-    assert all("late in bursts" in one.title for one in reasons)
+    reasons = [reason for reason in run.reasons() if reason.code == "straggler"]
+    assert [reason.where for reason in reasons] == named
+    assert all("late in bursts" in reason.title for reason in reasons)

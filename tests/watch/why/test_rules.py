@@ -60,12 +60,12 @@ def run(tmp_path: Path) -> Watched:
 
 
 def only(reasons: list[Reason]) -> Reason:
-    """The one reason; with all that a reason must have."""
-    (found,) = reasons
-    assert found.evidence
-    assert found.doing
-    assert found.next
-    return found
+    """Return the only reason, once it has evidence, an account of what the run does, and a next command."""
+    (reason,) = reasons
+    assert reason.evidence
+    assert reason.doing
+    assert reason.next
+    return reason
 
 
 # --- standing still and ending -----------------------------------------------------------------------
@@ -73,10 +73,10 @@ def only(reasons: list[Reason]) -> Reason:
 
 def test_a_run_without_a_step_for_ten_usual_steps_is_stalled(run: Watched) -> None:
     assert run.codes(29) == []
-    found = only(run.reasons(120))
-    assert (found.code, found.severity) == ("stalled", "critical")
-    assert "computing a step" in found.title
-    assert found.since == run.t
+    reason = only(run.reasons(120))
+    assert (reason.code, reason.severity) == ("stalled", "critical")
+    assert "computing a step" in reason.title
+    assert reason.since == run.t
 
 
 def test_a_slow_run_is_given_ten_of_its_own_steps(tmp_path: Path) -> None:
@@ -134,12 +134,12 @@ def test_a_fleet_that_does_something_else_is_given_time_for_it(
     assert seen(patient_s + 60)[0].code == code
 
 
-def test_a_run_that_waits_for_an_object_store_says_so(run: Watched) -> None:
+def test_a_run_that_waits_for_an_object_store_is_waiting_for_data(run: Watched) -> None:
     text = "rank 2 has waited 60 s for samples from s3://b/words; the run waits"
     run.write([Message("warning", text, IncidentKind.DATA_WAIT)])
-    found = only(run.reasons(120))
-    assert found.code == "waiting-for-data"
-    assert "s3://b/words" in found.title
+    reason = only(run.reasons(120))
+    assert reason.code == "waiting-for-data"
+    assert "s3://b/words" in reason.title
 
 
 def test_a_start_has_time_and_one_that_never_comes_to_a_step_is_named(tmp_path: Path) -> None:
@@ -149,9 +149,9 @@ def test_a_start_has_time_and_one_that_never_comes_to_a_step_is_named(tmp_path: 
 
 
 def test_processes_that_are_gone_without_a_word_are_missed_at_once(run: Watched) -> None:
-    found = only(run.reasons(1, is_held=False))
-    assert (found.code, found.severity, found.since) == ("gone", "critical", run.t)
-    assert f"phalanx train {run.directory.path}" in found.next
+    reason = only(run.reasons(1, is_held=False))
+    assert (reason.code, reason.severity, reason.since) == ("gone", "critical", run.t)
+    assert f"phalanx train {run.directory.path}" in reason.next
 
 
 def test_a_run_whose_starts_all_end_before_a_checkpoint_is_due_has_to_save_sooner(run: Watched) -> None:
@@ -174,9 +174,9 @@ def test_starts_that_all_end_after_the_same_step_lead_to_the_batch_of_the_next(r
     twice = only(run.reasons(is_held=False))
     assert "data show" not in twice.next
     ended(run, 3, 37)
-    gone = only(run.reasons(is_held=False))
-    assert "the newest 3 starts all ended after step 37" in gone.evidence[-2]
-    assert gone.next.startswith(f"phalanx data show {run.directory.path} --step 38 ")
+    thrice = only(run.reasons(is_held=False))
+    assert "the newest 3 starts all ended after step 37" in thrice.evidence[-2]
+    assert thrice.next.startswith(f"phalanx data show {run.directory.path} --step 38 ")
     failure = FirstFailureSeen("rank 0", "Segmentation fault", run.t)
     failed = only(run.reasons(is_held=False, first_failure=failure))
     assert failed.code == "failed"
@@ -187,9 +187,9 @@ def test_starts_that_all_end_at_a_save_do_not_lead_to_a_batch(run: Watched) -> N
     for attempt in (1, 2, 3):
         ended(run, attempt, 40)
     run.spec = dataclasses.replace(run.spec, checkpoint=CheckpointSpec(every_steps=40))
-    gone = only(run.reasons(is_held=False))
-    assert "after step 40, while saving a checkpoint" in gone.evidence[2]
-    assert "data show" not in gone.next
+    reason = only(run.reasons(is_held=False))
+    assert "after step 40, while saving a checkpoint" in reason.evidence[2]
+    assert "data show" not in reason.next
 
 
 def test_starts_that_were_stopped_on_request_or_end_at_other_steps_do_not_count(run: Watched) -> None:
@@ -219,7 +219,7 @@ def test_a_run_that_was_stopped_on_request_is_only_information_with_the_command_
     assert reason.next == f"phalanx train {run.directory.path}"
 
 
-def test_a_failure_is_told_with_its_own_words_and_remedy(run: Watched) -> None:
+def test_a_failure_is_reported_with_its_own_words_and_remedy(run: Watched) -> None:
     log = run.directory.log(0, 3)
     log.parent.mkdir(exist_ok=True)
     report_failure(
@@ -228,10 +228,10 @@ def test_a_failure_is_told_with_its_own_words_and_remedy(run: Watched) -> None:
         0,
         3,
     )
-    found = only(run.reasons(1, is_held=False))
-    assert (found.code, found.where) == ("failed", "rank-00003")
-    assert "no memory for layer 7" in found.evidence[0]
-    assert found.next.startswith("lower train.micro_batch_size; then phalanx train")
+    reason = only(run.reasons(1, is_held=False))
+    assert (reason.code, reason.where) == ("failed", "rank-00003")
+    assert "no memory for layer 7" in reason.evidence[0]
+    assert reason.next.startswith("lower train.micro_batch_size; then phalanx train")
 
 
 def test_a_failure_that_the_run_has_outlived_is_over(run: Watched) -> None:
@@ -246,9 +246,9 @@ def test_a_failure_that_the_run_has_outlived_is_over(run: Watched) -> None:
 
 def test_waiting_for_samples_is_named_with_its_share(run: Watched) -> None:
     run.write(steps(31, 60, lambda _: {"data_wait_s": 0.6}))
-    found = only(run.reasons())
-    assert (found.code, found.severity) == ("slow-data", "warning")
-    assert "30%" in found.title
+    reason = only(run.reasons())
+    assert (reason.code, reason.severity) == ("slow-data", "warning")
+    assert "30%" in reason.title
 
 
 @pytest.mark.parametrize(("waited_s", "codes_then"), [(1.8, ["slow-data"]), (0.1, [])])
@@ -285,10 +285,10 @@ def test_a_fall_of_throughput_is_named_with_what_has_grown(run: Watched) -> None
 
     assert run.codes() == []
     run.write(steps(141, 165, slower), every_s=3.3)
-    found = only(run.reasons())
-    assert found.code == "slower"
-    assert "40%" in found.title
-    assert "step.comm_exposed.dp" in found.evidence[1]
+    reason = only(run.reasons())
+    assert reason.code == "slower"
+    assert "40%" in reason.title
+    assert "step.comm_exposed.dp" in reason.evidence[1]
 
 
 @pytest.mark.parametrize(
@@ -330,8 +330,8 @@ def test_a_fall_of_throughput_beside_other_processes_names_the_load(run: Watched
 def test_little_training_in_long_time_is_named_with_its_largest_cause(run: Watched) -> None:
     ledger = {"step.compute": 3000.0, "ckpt.blocking": 2500.0, "eval": 100.0}
     run.write([step(31, goodput=0.54, ledger=ledger)])
-    found = only(run.reasons())
-    assert (found.code, found.where) == ("low-goodput", "ckpt.blocking")
+    reason = only(run.reasons())
+    assert (reason.code, reason.where) == ("low-goodput", "ckpt.blocking")
 
 
 @pytest.mark.parametrize("cause", ["eval", "step.host_gap"])
@@ -341,9 +341,9 @@ def test_little_training_since_a_short_start_is_named_also_of_a_run_that_has_end
     run.write([step(31, ledger={"start.warmup": 500.0, "step.compute": 40.0, cause: 20.0})])
     assert run.codes() == []  # a third of a minute: an evaluation and a save
     run.write([step(32, ledger={"start.warmup": 500.0, "step.compute": 40.0, cause: 40.0})])
-    found = only(run.reasons())
-    assert (found.code, found.where) == ("low-goodput", cause)
-    assert "50.0% of 1:20" in found.evidence[0]
+    reason = only(run.reasons())
+    assert (reason.code, reason.where) == ("low-goodput", cause)
+    assert "50.0% of 1:20" in reason.evidence[0]
     run.write([Stopped(32, "stopped on request")])
     assert run.codes(is_held=False) == ["low-goodput", "stopped"]
 
@@ -377,33 +377,33 @@ def test_a_spike_is_named_with_its_batch_and_slot_until_a_window_and_ten_minutes
     run: Watched,
 ) -> None:
     run.write([spike(31), *steps(31, 60)])
-    found = only(run.reasons())
-    assert (found.code, found.severity, found.where) == ("loss-spike", "warning", "step 31, slot 3")
-    assert "samples 480 to 495" in found.evidence[1]
-    assert "the loss is back" in found.evidence[2]
-    assert found.next == f"phalanx spike {run.directory.path} 31"
+    reason = only(run.reasons())
+    assert (reason.code, reason.severity, reason.where) == ("loss-spike", "warning", "step 31, slot 3")
+    assert "samples 480 to 495" in reason.evidence[1]
+    assert "the loss is back" in reason.evidence[2]
+    assert reason.next == f"phalanx spike {run.directory.path} 31"
     run.write(steps(61, 31 + 128))
     assert run.codes() == ["loss-spike"]
     run.write(steps(32 + 128, 31 + 300))
     assert run.codes() == []
 
 
-def test_a_loss_that_does_not_come_back_is_critical_and_the_way_back_is_told(run: Watched) -> None:
+def test_a_loss_that_does_not_come_back_is_critical_and_named_with_the_way_back(run: Watched) -> None:
     run.write([spike(31), *steps(31, 60, lambda _: {"loss": 6.0})])
-    found = only(run.reasons(checkpoints=((20, T0), (40, T0 + 80))))
-    assert found.severity == "critical"
-    assert "--from 20 --set train.on_spike=skip" in found.next
+    reason = only(run.reasons(checkpoints=((20, T0), (40, T0 + 80))))
+    assert reason.severity == "critical"
+    assert "--from 20 --set train.on_spike=skip" in reason.next
 
 
 def test_a_step_that_is_not_finite_is_named_with_slot_parameter_and_rank(run: Watched) -> None:
-    what = "loss nan, gradient norm inf: not finite are loss of slot 5, gradient of blocks.3.ffn.w1 (9 of 64 elements)"
+    description = "loss nan, gradient norm inf: not finite are loss of slot 5, gradient of blocks.3.ffn.w1 (9 of 64 elements)"
     where = {"slots": [5], "parameters": ["blocks.3.ffn.w1"], "ranks": [2]}
-    run.write([NonFinite(31, what, skipped=False, first_sample=480, samples=16, **where)])
-    found = next(one for one in run.reasons() if one.code == "not-finite")
-    assert found.severity == "critical"
-    assert found.where == "step 31, slot 5, gradient of blocks.3.ffn.w1, rank 2"
-    assert "samples 480 to 495" in found.evidence[1]
-    assert "--step 31 --slot 5" in found.next
+    run.write([NonFinite(31, description, skipped=False, first_sample=480, samples=16, **where)])
+    reason = next(reason for reason in run.reasons() if reason.code == "not-finite")
+    assert reason.severity == "critical"
+    assert reason.where == "step 31, slot 5, gradient of blocks.3.ffn.w1, rank 2"
+    assert "samples 480 to 495" in reason.evidence[1]
+    assert "--step 31 --slot 5" in reason.next
 
 
 def skipped(number: int, rank: int) -> NonFinite:
@@ -507,14 +507,14 @@ def test_a_disk_that_fails_is_named_with_its_error_and_what_is_still_good(run: W
             CheckpointFailed(50, "/runs/x/checkpoints", "Input/output error"),
         ]
     )
-    found = only(run.reasons())
-    assert (found.code, found.severity, found.where) == (
+    reason = only(run.reasons())
+    assert (reason.code, reason.severity, reason.where) == (
         "checkpoint-failed",
         "critical",
         "/runs/x/checkpoints",
     )
-    assert "Input/output error" in found.evidence[0]
-    assert "step 30" in found.evidence[1]
+    assert "Input/output error" in reason.evidence[0]
+    assert "step 30" in reason.evidence[1]
     run.write([CheckpointSaved(60, "c", 1000, 1.0)])
     assert run.codes() == []
 
@@ -655,23 +655,25 @@ def test_a_whole_fleet_has_nothing_wrong(run: Watched) -> None:
 def test_a_lost_node_is_named_and_so_are_spares_that_are_used_up(run: Watched) -> None:
     lost = Member("node-1", "lost", "host-1", reason="no heartbeat for 15 s", fault=IncidentKind.LOST)
     members = (member("node-0", 0), member("node-2", 1), lost)
-    told = (happening(run.t - 5, "node-1", lost.reason, held_ranks=True),)
-    found = run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members, happenings=told, recoveries=1))
-    assert [one.code for one in found] == ["lost-node", "no-spares"]
-    assert found[0].where == "node node-1 (host-1)"
-    assert found[0].since == run.t - 5
-    assert any("no heartbeat for 15 s" in line for line in found[0].evidence)
-    assert "a spare has taken its place" in found[0].doing
+    incidents = (happening(run.t - 5, "node-1", lost.reason, held_ranks=True),)
+    reasons = run.reasons(
+        spec=FLEET, fleet=fleet_file(run.t, members=members, happenings=incidents, recoveries=1)
+    )
+    assert [reason.code for reason in reasons] == ["lost-node", "no-spares"]
+    assert reasons[0].where == "node node-1 (host-1)"
+    assert reasons[0].since == run.t - 5
+    assert any("no heartbeat for 15 s" in line for line in reasons[0].evidence)
+    assert "a spare has taken its place" in reasons[0].doing
 
 
-@pytest.mark.parametrize("what", ["its connection and a collective broke", "worker 0 exited with code -9"])
-def test_a_node_that_was_lost_and_is_back_is_told_for_some_minutes_as_nothing_to_act_on(
-    run: Watched, what: str
+@pytest.mark.parametrize("cause", ["its connection and a collective broke", "worker 0 exited with code -9"])
+def test_a_node_that_was_lost_and_is_back_is_reported_for_some_minutes_as_nothing_to_act_on(
+    run: Watched, cause: str
 ) -> None:
-    told = (happening(run.t - 5, "node-1", what),)
-    found = only(run.reasons(spec=FLEET, fleet=fleet_file(run.t, happenings=told)))
-    assert (found.code, found.severity, found.since) == ("lost-node", "info", run.t - 5)
-    long_ago = (happening(run.t - 400, "node-1", what),)
+    incidents = (happening(run.t - 5, "node-1", cause),)
+    reason = only(run.reasons(spec=FLEET, fleet=fleet_file(run.t, happenings=incidents)))
+    assert (reason.code, reason.severity, reason.since) == ("lost-node", "info", run.t - 5)
+    long_ago = (happening(run.t - 400, "node-1", cause),)
     assert run.codes(spec=FLEET, fleet=fleet_file(run.t, happenings=long_ago)) == []
 
 
@@ -679,10 +681,10 @@ def test_a_node_that_was_lost_and_is_back_is_told_for_some_minutes_as_nothing_to
 def test_a_node_that_was_lost_and_is_sent_away_by_its_operator_is_not_called_back(
     run: Watched, role: str
 ) -> None:
-    told = (happening(run.t - 5, "node-2", "worker 0 exited with code -9"),)
+    incidents = (happening(run.t - 5, "node-2", "worker 0 exited with code -9"),)
     members = (member("node-0", 0), member("node-1", 1), Member("node-2", role, "host-2"))
-    found = run.reasons(spec=FLEET, fleet=fleet_file(run.t, happenings=told, members=members))
-    assert not any("is back" in one.title for one in found)
+    reasons = run.reasons(spec=FLEET, fleet=fleet_file(run.t, happenings=incidents, members=members))
+    assert not any("is back" in reason.title for reason in reasons)
 
 
 @pytest.mark.parametrize(
@@ -701,8 +703,8 @@ def test_a_node_that_the_fleet_found_slow_is_named_with_the_command_that_puts_it
 
 def test_a_rank_that_computes_longer_than_its_peers_is_named(run: Watched) -> None:
     slow = SlowRankSeen(3, 0.5, 1.5, 20, 19, run.t - 60, "node-1")
-    found = only(run.reasons(slow_ranks=(slow,)))
-    assert (found.code, found.where) == ("straggler", "rank 3 on node-1")
+    reason = only(run.reasons(slow_ranks=(slow,)))
+    assert (reason.code, reason.where) == ("straggler", "rank 3 on node-1")
     finished = only(run.reasons(1e5, slow_ranks=(slow,), is_held=False, finished=True))
     assert (finished.code, finished.doing) == ("straggler", "nothing: it has finished")
 
@@ -744,7 +746,7 @@ def test_the_machine_whose_link_is_slow_is_named_while_steps_wait_for_communicat
         (0.3, [(3e8, 1.5e8, 2e8), (3e8, 1.5e8, 2e8)]),  # as links differ by the load of their machines
         (0.3, [(3e8, 4e6, 2e8), (4e6, 3e8, 2e8)]),  # now one, now another
         (0.3, [(3e8, 4e6, 2e8)]),
-        (0.3, [(3e8, 4e6), (3e8, 4e6)]),  # of two, either may be the slow one
+        (0.3, [(3e8, 4e6), (3e8, 4e6)]),  # either of the two may be the slow one
         (0.02, [(3e8, 4e6, 2e8), (3e8, 4e6, 2e8)]),  # nobody waits for it
     ],
 )
@@ -756,7 +758,7 @@ def test_links_that_differ_without_one_for_which_all_wait_are_no_trouble(
 
 
 def memory(*sizes: float) -> MemorySeen:
-    """Rank 1 of 4, all alike, every 100 steps of two seconds."""
+    """Memory of rank 1 of 4 ranks of the same size, every 100 steps of two seconds."""
     ends = range(len(sizes))
     return MemorySeen(
         1, "", tuple(100 + 100 * end for end in ends), tuple(T0 + 200.0 * end for end in ends), sizes, 4, 4
@@ -770,10 +772,10 @@ def test_memory_that_grows_in_every_part_of_a_run_is_named_with_the_step_at_whic
         [RunStarted("r", 9000, ranks=4, device="cpu", environment={"host": {"memory_bytes": 64 << 30}})]
     )
     run.write([*steps(31, 40), MachineUsed(40, "a", {"memory_bytes": 24 * GIB})])
-    found = only(run.reasons(memory=memory(*(size * GIB for size in (2, 3, 4.1, 5, 6, 7)))))
-    assert (found.code, found.where) == ("growing-memory", "4 of 4 ranks")
+    reason = only(run.reasons(memory=memory(*(size * GIB for size in (2, 3, 4.1, 5, 6, 7)))))
+    assert (reason.code, reason.where) == ("growing-memory", "4 of 4 ranks")
     # Four ranks add 0.01 GiB a step each, and 40 GiB are free.
-    assert any("step 1,600; the run has 9,000" in line for line in found.evidence)
+    assert any("step 1,600; the run has 9,000" in line for line in reason.evidence)
 
 
 @pytest.mark.parametrize(
@@ -789,9 +791,9 @@ def test_memory_that_grows_little_or_once_is_no_reason(run: Watched, sizes: tupl
     assert run.codes(memory=memory(*(size * GIB for size in sizes))) == []
 
 
-def test_hardware_that_reports_errors_is_told_apart_from_a_lost_node(run: Watched) -> None:
-    why = "GPU 3 has fallen off the bus"
-    sick = Member("node-1", "quarantined", "host-1", reason=why, fault=IncidentKind.HARDWARE)
+def test_hardware_that_reports_errors_is_not_reported_as_a_lost_node(run: Watched) -> None:
+    error = "GPU 3 has fallen off the bus"
+    sick = Member("node-1", "quarantined", "host-1", reason=error, fault=IncidentKind.HARDWARE)
     members = (member("node-0", 0), member("node-2", 1), sick, Member("node-3", "spare", "h"))
     assert codes(run, members=members) == ["hardware"]
 
@@ -803,27 +805,26 @@ def test_hardware_that_reports_errors_is_told_apart_from_a_lost_node(run: Watche
         "step 12 is finite where other nodes compute it: this one was at fault",
     ],
 )
-def test_a_node_that_was_put_aside_for_a_nan_is_told_by_its_nan_and_not_as_lost(
+def test_a_node_that_was_put_aside_for_a_nan_is_reported_by_its_nan_and_not_as_lost(
     run: Watched, verdict: str
 ) -> None:
     first = "step 12 is not finite: not finite are loss of slot 1; the others compute it again"
-    why = verdict
-    sick = Member("node-1", "quarantined", "host-1", reason=why, fault=IncidentKind.NOT_FINITE)
+    sick = Member("node-1", "quarantined", "host-1", reason=verdict, fault=IncidentKind.NOT_FINITE)
     members = (member("node-0", 0), member("node-2", 1), sick, Member("node-3", "spare", "h"))
-    told = tuple(
+    incidents = tuple(
         happening(run.t - age_s, "node-1", text, IncidentKind.NOT_FINITE, 12)
-        for age_s, text in ((5, first), (2, why))
+        for age_s, text in ((5, first), (2, verdict))
     )
-    found = only(run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members, happenings=told)))
-    assert (found.code, found.where, found.since) == ("not-finite", "node node-1 (host-1)", run.t - 5)
-    assert {first, why} == set(found.evidence)
+    reason = only(run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members, happenings=incidents)))
+    assert (reason.code, reason.where, reason.since) == ("not-finite", "node node-1 (host-1)", run.t - 5)
+    assert {first, verdict} == set(reason.evidence)
 
 
 def test_a_coordinator_that_writes_no_more_is_missed(run: Watched) -> None:
     assert "no-coordinator" in run.codes(20, spec=FLEET, fleet=fleet_file(run.t))
 
 
-def test_a_fleet_that_has_ended_has_nothing_wrong_whatever_was_lost(run: Watched) -> None:
+def test_a_fleet_that_has_ended_has_nothing_wrong_though_a_node_was_lost(run: Watched) -> None:
     lost = Member("node-1", "lost", "host-1")
     assert (
         run.codes(
@@ -853,13 +854,13 @@ def test_a_run_file_that_was_changed_is_named_with_its_fields_also_once_the_run_
     run: Watched,
 ) -> None:
     change = "model.rope_theta: 10000.0 -> 3.0"
-    found = only(run.reasons(changed_fields=(change,), finished=True, is_held=False))
-    assert (found.code, found.evidence) == ("changed-run-file", (change,))
+    reason = only(run.reasons(changed_fields=(change,), finished=True, is_held=False))
+    assert (reason.code, reason.evidence) == ("changed-run-file", (change,))
 
 
 def test_other_data_than_at_the_start_are_named(run: Watched) -> None:
-    found = only(run.reasons(data_fingerprint="a" * 64, data_now="b" * 64))
-    assert (found.code, found.severity) == ("other-data", "critical")
+    reason = only(run.reasons(data_fingerprint="a" * 64, data_now="b" * 64))
+    assert (reason.code, reason.severity) == ("other-data", "critical")
 
 
 @pytest.mark.parametrize(
@@ -870,13 +871,13 @@ def test_other_data_than_at_the_start_are_named(run: Watched) -> None:
         ({"changed_fields": ("model.rope_theta: 10000.0 -> 3.0",)}, "changed-run-file"),
     ],
 )
-def test_of_an_ended_run_the_reason_for_which_a_start_is_refused_comes_first(
+def test_the_reason_that_refuses_a_start_comes_first_in_a_run_that_has_ended(
     run: Watched, refusal: dict[str, Any], code: str
 ) -> None:
-    first, gone = run.reasons(is_held=False, **refusal)
-    assert (first.code, first.severity, gone.code) == (code, "critical", "gone")
-    assert gone.next.startswith("put ")
-    assert "; then phalanx train" in gone.next
+    first, second = run.reasons(is_held=False, **refusal)
+    assert (first.code, first.severity, second.code) == (code, "critical", "gone")
+    assert second.next.startswith("put ")
+    assert "; then phalanx train" in second.next
 
 
 def test_sources_that_are_one_dataset_are_named_also_once_the_run_has_finished(tmp_path: Path) -> None:
@@ -928,25 +929,25 @@ def test_other_libraries_than_at_the_start_are_named(tmp_path: Path) -> None:
         run.write(steps(1, 5), attempt)
     # The first start, which the fixture's stream begins with, recorded no libraries.
     run.directory.events.write_bytes(run.directory.events.read_bytes().split(b"\n", 1)[1])
-    found = only(run.reasons())
-    assert (found.code, found.where) == ("changed-libraries", "torch")
-    assert found.evidence == ("torch: 2.13.0 before, 2.14.1 now",)
+    reason = only(run.reasons())
+    assert (reason.code, reason.where) == ("changed-libraries", "torch")
+    assert reason.evidence == ("torch: 2.13.0 before, 2.14.1 now",)
 
 
-def test_nodes_that_are_not_alike_are_named(run: Watched) -> None:
-    found = only(run.reasons(machines=("torch: node-1 with 2.12.0; the others with 2.13.0",)))
-    assert (found.code, found.where) == ("mixed-machines", "torch")
+def test_nodes_that_differ_are_named(run: Watched) -> None:
+    reason = only(run.reasons(machines=("torch: node-1 with 2.12.0; the others with 2.13.0",)))
+    assert (reason.code, reason.where) == ("mixed-machines", "torch")
 
 
 def test_a_node_that_is_slowed_down_while_it_trains_is_named_with_its_slow_rank(run: Watched) -> None:
     note = Throttling("node-1", 900.0, 990.0, 9, ("GPU 3 at b: power brake, 600 MHz",))
     slow = SlowRankSeen(1, 0.31, 0.2, 20, 18, None, "node-1", late_share=0.3)
-    found = only(run.reasons(throttled=(note,), slow_ranks=(slow,)))
-    assert found.code == "throttled"
-    assert (found.severity, found.where, found.since) == ("warning", "node node-1", 900.0)
-    assert found.evidence[0] == note.reasons[0]
+    reason = only(run.reasons(throttled=(note,), slow_ranks=(slow,)))
+    assert reason.code == "throttled"
+    assert (reason.severity, reason.where, reason.since) == ("warning", "node node-1", 900.0)
+    assert reason.evidence[0] == note.reasons[0]
     assert (
-        found.evidence[-1]
+        reason.evidence[-1]
         == "its rank 1 computes 31% longer than its peers, which waited 30% of their time for it"
     )
     assert run.codes(throttled=(note,)) == ["throttled"]
@@ -955,8 +956,8 @@ def test_a_node_that_is_slowed_down_while_it_trains_is_named_with_its_slow_rank(
 
 def test_a_start_that_has_warned_of_more_threads_than_cores_is_named(run: Watched) -> None:
     run.write([Message("warning", "any words", IncidentKind.THREADS), *steps(31, 40)])
-    found = only(run.reasons())
-    assert (found.code, found.evidence) == ("too-many-threads", ("any words",))
+    reason = only(run.reasons())
+    assert (reason.code, reason.evidence) == ("too-many-threads", ("any words",))
     run.write(steps(41, 60), attempt=1)  # started again, and without the warning
     assert run.codes() == []
 
@@ -976,17 +977,17 @@ def test_a_standstill_is_named_also_after_the_clock_was_set_back(run: Watched) -
 
 def test_the_worst_reason_comes_first(run: Watched) -> None:
     run.write([*steps(31, 60, lambda _: {"data_wait_s": 0.6})])
-    found = run.reasons(data_fingerprint="a" * 64, data_now="b" * 64)
-    assert [one.severity for one in found] == ["critical", "warning"]
+    reasons = run.reasons(data_fingerprint="a" * 64, data_now="b" * 64)
+    assert [reason.severity for reason in reasons] == ["critical", "warning"]
 
 
-def test_steps_that_the_fleet_does_and_nobody_writes_down_are_told_apart_from_a_standstill(
+def test_steps_that_the_fleet_does_and_nobody_writes_down_are_no_standstill(
     run: Watched,
 ) -> None:
     run.fleet(118, step=90, unsaved_steps=60)
-    found = only(run.reasons(120, spec=FLEET))
-    assert (found.code, found.severity) == ("events-unwritten", "critical")
-    assert "step 90" in found.evidence[0]
+    reason = only(run.reasons(120, spec=FLEET))
+    assert (reason.code, reason.severity) == ("events-unwritten", "critical")
+    assert "step 90" in reason.evidence[0]
     run.fleet(118, step=30)
     assert run.codes(120, spec=FLEET) == ["stalled"]
 

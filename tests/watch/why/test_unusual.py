@@ -149,11 +149,11 @@ def test_unusual_figures_of_the_first_samples_are_named(
     start = RunStarted("r", 100_000, ranks=4, environment={"first_samples": {**HEALTHY, **facts}})
     run.write([start, *steps(1, 20)], attempt=1)
     for is_finished in (False, True):
-        found = run.reasons(finished=is_finished)
-        assert [(reason.code, reason.severity) for reason in found] == [("unusual-text", "warning")] * bool(
-            title
-        )
-        assert all(title in reason.title and "data show" in reason.next for reason in found)
+        run_reasons = run.reasons(finished=is_finished)
+        assert [(reason.code, reason.severity) for reason in run_reasons] == [
+            ("unusual-text", "warning")
+        ] * bool(title)
+        assert all(title in reason.title and "data show" in reason.next for reason in run_reasons)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runs to ask about: streams written by the real ``EventLog``, and fleets in the file that a coordinator writes."""
+"""Runs to be judged: streams written by the real ``EventLog``, and fleets in the file that a coordinator writes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def steps(first: int, last: int, change: Callable[[int], dict[str, Any]] = lambd
 
 
 class Watched:
-    """A run directory that is written to, and asked about, at times of the test's own."""
+    """A run directory that is written to, and judged, at times of the test's own."""
 
     def __init__(self, path: Path, spec: RunSpec | None = None) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ class Watched:
         self.write([RunStarted(str(path), 100_000, ranks=4)])
 
     def write(self, bodies: Iterable[Body], attempt: int = 0, every_s: float = STEP_S) -> None:
-        """Appends events, so many seconds apart."""
+        """Append events that are ``every_s`` seconds apart."""
         with EventLog(self.directory.events, attempt, clock=lambda: self.t) as log:
             for body in bodies:
                 self.t += every_s
@@ -59,17 +59,17 @@ class Watched:
 
     def seen(self, after_s: float = 1.0, **changes: Any) -> Observed:
         """Observations ``after_s`` seconds after the newest event. Unless ``changes`` differ, processes hold the run and its disk has room."""
-        found = observe(self.directory, self.t + after_s)
-        return dataclasses.replace(found, **{"is_held": True, "spec": self.spec, "disk": None, **changes})
+        observed = observe(self.directory, self.t + after_s)
+        return dataclasses.replace(observed, **{"is_held": True, "spec": self.spec, "disk": None, **changes})
 
     def reasons(self, after_s: float = 1.0, **changes: Any) -> list[Reason]:
         return judge(self.seen(after_s, **changes))
 
     def codes(self, after_s: float = 1.0, **changes: Any) -> list[str]:
-        return [one.code for one in self.reasons(after_s, **changes)]
+        return [reason.code for reason in self.reasons(after_s, **changes)]
 
     def fleet(self, after_s: float = 1.0, **changes: Any) -> None:
-        """Writes fleet.json as a coordinator of two nodes and a spare does, at a time after the newest event."""
+        """Write fleet.json as a coordinator of two nodes and a spare does, at a time after the newest event."""
         write_fleet_file(self.directory.path, fleet_file(self.t + after_s, **changes))
 
 
@@ -114,10 +114,10 @@ def member(name: str, rank: int) -> Member:
 def happening(
     t: float,
     node: str,
-    what: str,
+    text: str,
     kind: IncidentKind = IncidentKind.LOST,
     step: int = -1,
     *,
     held_ranks: bool = False,
 ) -> FleetIncident:
-    return FleetIncident(t, 0, node, what, kind, step, held_ranks)
+    return FleetIncident(t, 0, node, text, kind, step, held_ranks)

@@ -39,9 +39,10 @@ def with_another_loss(path: Path, step: int) -> None:
     events = RunDirectory(path).events
     lines = [json.loads(line) for line in events.read_text().splitlines()]
     changed = [
-        {**one, "loss": 9.5} if one["kind"] == "Step" and one["step"] == step else one for one in lines
+        {**event, "loss": 9.5} if event["kind"] == "Step" and event["step"] == step else event
+        for event in lines
     ]
-    events.write_text("".join(json.dumps(one) + "\n" for one in changed))
+    events.write_text("".join(json.dumps(event) + "\n" for event in changed))
 
 
 AGO = r" *\d+ (?:s|min) ago *"
@@ -62,8 +63,8 @@ def test_runs_are_chosen_sorted_and_shown_by_columns(run_dir: Path, copy: Path) 
     runs("tag", copy, "second")
     words = [run_dir, copy, "--where", "state=finished", "--where", "optimizer.lr=0.01", "--json"]
     assert len(json.loads(runs(*words).stdout)) == 2
-    (found,) = json.loads(runs(*words, "--tag", "second").stdout)
-    assert (found["path"], found["tags"]) == (str(copy), ["second"])
+    (row,) = json.loads(runs(*words, "--tag", "second").stdout)
+    assert (row["path"], row["tags"]) == (str(copy), ["second"])
     shown = runs(copy, "--columns", "state,optimizer.lr").stdout
     assert shown.split("\n")[0].split() == ["run", "state", "optimizer.lr", "goes", "on", "from"]
     wrong = runs(copy, "--where", "los<2")
@@ -94,12 +95,12 @@ def test_everything_that_was_recorded_is_shown(run_dir: Path, result: dict[str, 
         "cost ",
     ):
         assert f"\n{title}" in shown
-    found = json.loads(runs("show", run_dir, "--price", "2", "--json").stdout)
-    (data,) = found["started"]["environment"]["data"].values()
-    assert data["fingerprint"] == found["row"]["data_fingerprint"]
+    details = json.loads(runs("show", run_dir, "--price", "2", "--json").stdout)
+    (data,) = details["started"]["environment"]["data"].values()
+    assert data["fingerprint"] == details["row"]["data_fingerprint"]
     assert data["recipe"]["tokenizer"] == "bytes"
-    assert found["cost"]["amount"] == pytest.approx(2 * found["cost"]["accelerator_hours"])
-    assert Path(found["packages"]).read_text().count("==") > 10
+    assert details["cost"]["amount"] == pytest.approx(2 * details["cost"]["accelerator_hours"])
+    assert Path(details["packages"]).read_text().count("==") > 10
 
 
 def test_changes_of_the_code_that_git_could_not_read_are_shown_as_missing(tmp_path: Path) -> None:
@@ -109,8 +110,8 @@ def test_changes_of_the_code_that_git_could_not_read_are_shown_as_missing(tmp_pa
 
 
 def test_the_manifest_that_was_recorded_is_the_one_on_disk(run_dir: Path) -> None:
-    found = json.loads(runs("show", run_dir, "--json").stdout)
-    (data,) = found["started"]["environment"]["data"].values()
+    details = json.loads(runs("show", run_dir, "--json").stdout)
+    (data,) = details["started"]["environment"]["data"].values()
     manifest = Path(data["address"]) / "index.json"
     assert hashlib.sha256(manifest.read_bytes()).hexdigest() == data["manifest_sha256"]
 
@@ -129,23 +130,23 @@ def test_a_copy_has_the_same_bits_and_one_that_was_altered_parts(run_dir: Path, 
     assert json.loads(runs("compare", run_dir, copy, "--json").stdout)["same_bits"]["parts_at"] == 4
 
 
-def test_a_run_is_removed_after_saying_what_would_be_lost_and_only_if_told_to(copy: Path) -> None:
-    asked = runs("rm", copy)
-    assert asked.exit_code == 1
-    assert "checkpoints " in asked.output
-    assert "give --yes" in asked.output
+def test_a_run_is_removed_only_with_yes_and_without_it_the_loss_is_printed(copy: Path) -> None:
+    refused = runs("rm", copy)
+    assert refused.exit_code == 1
+    assert "checkpoints " in refused.output
+    assert "give --yes" in refused.output
     assert copy.exists()
     done = runs("rm", copy, "--yes")
     assert done.exit_code == 0, done.output
     assert not copy.exists()
 
 
-def test_what_has_changed_since_a_run_is_said_and_nothing_is_run(copy: Path) -> None:
+def test_a_dry_run_prints_what_has_changed_since_the_run_and_runs_nothing(copy: Path) -> None:
     machine = next((copy / "machines").iterdir())
     machine.write_text(machine.read_text().replace('"cpu_model": "', '"cpu_model": "not '))
     done = CliRunner().invoke(reproduce_command, [str(copy), "--dry-run", "--json"])
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [one["weight"] for one in found["changed"] if one["what"] == "processor"] == [
+    plan = json.loads(done.stdout.splitlines()[-1])
+    assert [change["weight"] for change in plan["changed"] if change["what"] == "processor"] == [
         "no"
     ]  # its probes are equal
     assert not copy.with_name("copy-again").exists()
@@ -168,7 +169,7 @@ def test_a_run_is_reproduced_on_another_number_of_ranks_with_the_same_hash(
 
 
 @pytest.mark.slow
-def test_the_first_steps_suffice_and_a_run_that_logged_something_else_is_found_out(copy: Path) -> None:
+def test_the_first_steps_suffice_and_a_run_that_logged_something_else_is_detected(copy: Path) -> None:
     with_another_loss(copy, 2)
     words = [str(copy), "--yes", "--steps", "2", "--into", str(copy.with_name("new"))]
     done = CliRunner().invoke(reproduce_command, words)

@@ -1,4 +1,4 @@
-"""Real processes whose output is caught."""
+"""Real processes whose output is captured."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from phalanx.observe.logs.line import LogLine
 from phalanx.observe.logs.log_file import Bounds, LogOrder, last_lines, set_aside
 
 CAUGHT = "import os, sys; from phalanx.observe.logs.capture import capture_output; place = capture_output(os.environ)\n"
-"""What a process of Phalanx begins with."""
+"""First line of the program of a process whose output Phalanx captures."""
 
 
 @dataclass
-class Said:
-    """What a process has left."""
+class Captured:
+    """Exit code and log of a process that has ended."""
 
     code: int
     order: LogOrder
     lines: list[LogLine]
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    """Warnings of the parent about the log."""
 
     @property
     def texts(self) -> list[str]:
@@ -46,18 +47,18 @@ def run(
     bounds: Bounds = Bounds(),  # noqa: B008
     environment: dict[str, str] | None = None,
     meanwhile: Callable[[subprocess.Popen[bytes]], object] = lambda _process: None,
-) -> Said:
-    """Runs Python code as a child; ``caught``: it is one of Phalanx, which catches what it says in Python itself."""
+) -> Captured:
+    """Run Python code as a child and return its log. With ``caught`` the child captures itself what it prints in Python."""
     import os
 
     (folder / "logs").mkdir(exist_ok=True)
     order = LogOrder(folder / "logs" / "attempt-002-rank-00003.jsonl", "rank-00003", 2, "node-1", bounds)
-    told: list[str] = []
-    given = {**os.environ, **(environment or {})}
-    output = ChildOutput(order, given, told.append)
+    messages: list[str] = []
+    variables = {**os.environ, **(environment or {})}
+    output = ChildOutput(order, variables, messages.append)
     process = subprocess.Popen(
         [sys.executable, "-c", (CAUGHT if caught else "import os, sys\n") + program],
-        env={**given, **output.environment},
+        env={**variables, **output.environment},
         stdin=subprocess.DEVNULL,
         stdout=output.descriptor,
         stderr=subprocess.STDOUT,
@@ -68,4 +69,4 @@ def run(
     code = process.wait(120)
     output.ended()
     lines = [line for line in last_lines(order.path, 100_000) if " begins: " not in line.text]
-    return Said(code, order, lines, told)
+    return Captured(code, order, lines, messages)
