@@ -141,21 +141,21 @@ def slots_in_a_pipeline(
     schedule = Schedule(name, dist.get_world_size(), per_rank)
     parts = stages_here(spec, schedule, dist.get_rank())
     tokens, targets = batches(micro_batches)
-    found = Slots(parts, slots)
-    pipeline_of(parts, schedule, everybody()).run(tokens, losses_of(targets), [SCALE] * slots, found)
-    return found.gradients
+    accumulation = Slots(parts, slots)
+    pipeline_of(parts, schedule, everybody()).run(tokens, losses_of(targets), [SCALE] * slots, accumulation)
+    return accumulation.gradients
 
 
 def slots_in_one_piece(spec: ModelSpec, micro_batches: int, slots: int) -> list[dict[str, Tensor]]:
     """Gradients of the undivided model for each of ``slots`` slots."""
     model, (tokens, targets) = whole_model(spec), batches(micro_batches)
-    forward, found = losses_of(targets), []
+    forward, gradients = losses_of(targets), []
     for number, x in enumerate(tokens):
         (forward(model, x, number) * SCALE).backward()
         if (number + 1) % (micro_batches // slots) == 0:
-            found.append(gradients_of([model]))
+            gradients.append(gradients_of([model]))
             model.zero_grad(set_to_none=True)
-    return found
+    return gradients
 
 
 def recomputed_in_a_pipeline(

@@ -82,7 +82,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
 
     query, key = draw(case.heads, case.width), draw(case.kv_heads, case.width)
     value, upstream = draw(case.kv_heads, case.value_width), draw(case.heads, case.value_width)
-    # Of all lengths: some end within a piece, some fill several, one row has a document for each token at its end.
+    # Documents of all lengths: some end within a piece, some fill several, one row has a document for each token at its end.
     ends = torch.rand(case.batch, case.seq, generator=generator) < 0.1
     ends[0, -case.seq // 6 :] = True
     return query, key, value, upstream, ends.long().cumsum(1) if case.documents else None
@@ -108,9 +108,9 @@ def attention_of_all(case: Case) -> list[Tensor]:
 
 def attention_of_a_rank(mode: str, case: Case, clock: CommClock | None = None) -> list[Tensor]:
     """Output and gradients of this rank's tokens."""
-    *whole, documents = inputs(case)
+    *full_tensors, documents = inputs(case)
     positions = context_positions(case.seq, dist.get_world_size(), dist.get_rank())
-    query, key, value, upstream = (x[:, :, positions] for x in whole)
+    query, key, value, upstream = (x[:, :, positions] for x in full_tensors)
     leaves = [x.requires_grad_() for x in (query, key, value)]
     group = dist.group.WORLD
     assert group is not None
@@ -130,7 +130,9 @@ def distance(ours: Tensor, reference: Tensor, scale: float | None = None) -> flo
 def errors_of_a_rank(mode: str, case: Case) -> list[float]:
     positions = context_positions(case.seq, dist.get_world_size(), dist.get_rank())
     parts = zip(attention_of_a_rank(mode, case), attention_of_all(case), strict=True)
-    return [distance(ours, whole[:, :, positions], float(whole.abs().max())) for ours, whole in parts]
+    return [
+        distance(ours, expected[:, :, positions], float(expected.abs().max())) for ours, expected in parts
+    ]
 
 
 @modes
@@ -149,8 +151,8 @@ def test_in_bf16_divided_attention_errs_no_more_than_pytorch_s_own(ranks: Ranks,
     query, key, value, upstream, _ = inputs(case)
     leaves = [x.requires_grad_() for x in (query, key, value)]
     out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
-    whole = [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
-    usual = [distance(a, b) for a, b in zip(whole, attention_of_all(case), strict=True)]
+    pytorch_results = [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+    usual = [distance(a, b) for a, b in zip(pytorch_results, attention_of_all(case), strict=True)]
     for errors in ranks.run(4, errors_of_a_rank, mode, case):
         assert all(ours <= 1.5 * theirs for ours, theirs in zip(errors, usual, strict=True))
 
@@ -254,8 +256,8 @@ def tokens_and_documents() -> tuple[Tensor, Tensor, Tensor]:
 def loss_of(model: Transformer, positions: Tensor, documents: Tensor | None) -> Tensor:
     """The summed loss of the tokens at ``positions``."""
     tokens, targets, _ = tokens_and_documents()
-    known = Documents.numbered(documents) if documents is not None else None
-    logits = model(tokens[:, positions], positions=positions, documents=known)
+    numbered_documents = Documents.numbered(documents) if documents is not None else None
+    logits = model(tokens[:, positions], positions=positions, documents=numbered_documents)
     return F.cross_entropy(logits.flatten(0, 1), targets[:, positions].flatten(), reduction="sum")
 
 
@@ -273,8 +275,8 @@ def on_this_rank(model: ModelSpec, mode: str, tensor: int = 1) -> tuple[Transfor
 def model_errors(model: ModelSpec, mode: str, masked: bool, tensor: int = 1) -> dict[str, float]:
     """How far the sums over a context group of losses and gradients are from those of one process."""
     documents = tokens_and_documents()[2] if masked else None
-    whole = ready(model)
-    reference = loss_of(whole, torch.arange(SEQ), documents)
+    undivided = ready(model)
+    reference = loss_of(undivided, torch.arange(SEQ), documents)
     reference.backward()
     module, mesh, positions = on_this_rank(model, mode, tensor)
     loss = loss_of(module, positions, documents)
@@ -282,7 +284,7 @@ def model_errors(model: ModelSpec, mode: str, masked: bool, tensor: int = 1) -> 
     total = loss.detach()
     dist.all_reduce(total, group=mesh.context_group)
     errors = {"loss": distance(total, reference.detach())}
-    for (name, ours), theirs in zip(module.named_parameters(), whole.parameters(), strict=True):
+    for (name, ours), theirs in zip(module.named_parameters(), undivided.parameters(), strict=True):
         assert ours.grad is not None
         assert theirs.grad is not None
         dist.all_reduce(ours.grad, group=mesh.context_group)

@@ -1,4 +1,4 @@
-"""Context tiles lie on ranks so that each holds a run of them, and the tokens that it has for balance anyhow."""
+"""Each rank holds a run of context tiles, which has the tokens that balance gives it anyhow."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def cuts(draw: st.DrawFn) -> tuple[int, int, int]:
 def test_a_rank_holds_the_tokens_of_head_and_tail(cut: tuple[int, int, int]) -> None:
     seq_len, tiles, context = cut
     for rank in range(context):
-        found = tiled_positions(seq_len, tiles, context, rank)
-        assert torch.equal(found.sort().values, context_positions(seq_len, context, rank))
+        positions = tiled_positions(seq_len, tiles, context, rank)
+        assert torch.equal(positions.sort().values, context_positions(seq_len, context, rank))
 
 
 @given(cuts())
@@ -36,5 +36,5 @@ def test_ranks_hold_the_tiles_of_one_rank_in_their_order(cut: tuple[int, int, in
 @given(cuts())
 def test_the_order_of_tiles_can_be_undone(cut: tuple[int, int, int]) -> None:
     seq_len, tiles, _ = cut
-    whole = torch.arange(2 * seq_len).view(2, seq_len)
-    assert torch.equal(by_position(by_tile(whole, tiles, dim=1), tiles, dim=1), whole)
+    sequences = torch.arange(2 * seq_len).view(2, seq_len)
+    assert torch.equal(by_position(by_tile(sequences, tiles, dim=1), tiles, dim=1), sequences)

@@ -56,14 +56,14 @@ def in_tiles(*x: Tensor, documents: Tensor | None, order: tuple[Tile, ...] = TIL
     """The same by tiles."""
     query, key, value, upstream = x
     places = torch.arange(query.shape[2])
-    known = MaskRule(places, places, documents=None if documents is None else (documents, documents))
+    mask = MaskRule(places, places, documents=None if documents is None else (documents, documents))
     rows = OnlineSoftmax(query, value.shape[-1])
     for tile in order:
-        rows.add(tile.rows, *tile.forward(query, key, value, known, SCORE))
+        rows.add(tile.rows, *tile.forward(query, key, value, mask, SCORE))
     saved = SavedAttention(query, rows.out.to(query.dtype), rows.lse)
     sums = [torch.zeros_like(t, dtype=torch.float32) for t in (query, key, value)]
     for tile in order:
-        shares = tile.backward(saved, upstream, key, value, known, SCORE)
+        shares = tile.backward(saved, upstream, key, value, mask, SCORE)
         for total, part, share in zip(sums, (tile.rows, tile.columns, tile.columns), shares, strict=True):
             total[:, :, part] += share
     return saved.out, *sums

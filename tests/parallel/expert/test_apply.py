@@ -28,7 +28,7 @@ from ranks import Ranks
 BATCH, SEQ, CHUNK = 2, 16, 20
 
 # Inner widths fill whole vector registers: a CPU's SiLU rounds the last few elements of a buffer differently, so that rows
-# that are narrower would have the bits of where they lie.
+# that are narrower would have bits that depend on their place in memory.
 MODEL = ModelSpec(
     layers=2,
     dim=32,
@@ -67,7 +67,7 @@ class Part:
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Where in the whole it lies."""
+        """Its slice of the full gradient."""
         sizes = zip(self.offset, self.gradient.shape, strict=True)
         return tuple(slice(begin, begin + size) for begin, size in sizes)
 
@@ -145,14 +145,14 @@ def build(
 
 def fill(module: Transformer, partitions: dict[str, Partition]) -> None:
     module.to_empty(device="cpu")
-    whole = weights(module.spec)
+    full_weights = weights(module.spec)
     for _, router in routers(module):
         router.token_counts.zero_()
     for name, parameter in module.named_parameters():
         place = partitions.get(name, Partition(tuple(parameter.shape)))
         offset, shape = place.local_slice(parameter)
         piece = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
-        local(parameter.detach()).copy_(whole[name][piece])
+        local(parameter.detach()).copy_(full_weights[name][piece])
 
 
 def shard_experts(module: Transformer, mesh: Mesh) -> None:
@@ -194,11 +194,11 @@ def dealt(
 
 def total(results: list[Result], name: str, like: Tensor) -> Tensor:
     """The sum of what the ranks have of a gradient."""
-    whole = torch.zeros_like(like)
+    full_gradient = torch.zeros_like(like)
     for part in (result.parts[name] for result in results):
         if part.copy == 0:
-            whole[part.place] += part.gradient
-    return whole
+            full_gradient[part.place] += part.gradient
+    return full_gradient
 
 
 def assert_same(results: list[Result], model: ModelSpec) -> None:
@@ -260,18 +260,18 @@ def wholes(model: ModelSpec, ranks: int, parallel: dict[str, int]) -> dict[str, 
 def test_the_parts_of_all_ranks_make_the_whole(ranks: Ranks) -> None:
     expected = weights(resolve(MODEL))
     count, parallel = LAYOUTS["shard and their inner elements"]
-    for found in ranks.run(count, wholes, MODEL, count, parallel):
-        assert len(found) == 3
-        assert all(torch.equal(found[name], expected[name]) for name in found)
+    for full_weights in ranks.run(count, wholes, MODEL, count, parallel):
+        assert len(full_weights) == 3
+        assert all(torch.equal(full_weights[name], expected[name]) for name in full_weights)
 
 
 def in_tree_order(results: list[Result], name: str) -> Tensor:
     """The gradient of a parameter of the experts, summed over slots as a step does."""
     slots = 1 + max(result.data_rank for result in results)
     tree: SlotTree[Tensor] = SlotTree(slots, lambda left, right: left + right)
-    team, whole = results[0].team, weights(resolve(MODEL))[name]
+    team, weight = results[0].team, weights(resolve(MODEL))[name]
     for hand in range(slots // team):
-        node = torch.full_like(whole, torch.nan)
+        node = torch.full_like(weight, torch.nan)
         for result in results:
             if result.data_rank // team == hand:
                 node[result.parts[name].place] = result.parts[name].gradient

@@ -121,9 +121,9 @@ def dealt(slots: int, gated: bool, dtype: torch.dtype, again: bool) -> dict[str,
     return results
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    integer = {2: torch.int16, 4: torch.int32}[one.element_size()]
-    return torch.equal(one.view(integer), other.view(integer))
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    integer = {2: torch.int16, 4: torch.int32}[left.element_size()]
+    return torch.equal(left.view(integer), right.view(integer))
 
 
 def added(gradients: list[Tensor]) -> Tensor:
@@ -174,19 +174,19 @@ def test_tokens_of_a_slot_that_come_from_several_ranks_are_computed_together(
             torch.testing.assert_close(mine.weights, expected.weights, rtol=2e-6, atol=2e-6)
         for name in alone[0].experts:
             expected = added([result.experts[name] for result in alone])
-            found = torch.cat([result.experts[name] for result in ours])
-            assert (found - expected).abs().max() <= 2e-6 * expected.abs().max(), (routing, name)
+            gradient = torch.cat([result.experts[name] for result in ours])
+            assert (gradient - expected).abs().max() <= 2e-6 * expected.abs().max(), (routing, name)
 
 
 def test_recomputing_activations_changes_no_bit(ranks: Ranks) -> None:
     plain = ranks.run(2, dealt, 2, True, torch.float32, False)
     again = ranks.run(2, dealt, 2, True, torch.float32, True)
-    for one, other in zip(plain, again, strict=True):
+    for kept, recomputed in zip(plain, again, strict=True):
         for routing in ROUTINGS:
-            assert same_bits(one[routing].output, other[routing].output)
-            assert same_bits(one[routing].tokens, other[routing].tokens)
-            for name, gradient in one[routing].experts.items():
-                assert same_bits(gradient, other[routing].experts[name])
+            assert same_bits(kept[routing].output, recomputed[routing].output)
+            assert same_bits(kept[routing].tokens, recomputed[routing].tokens)
+            for name, gradient in kept[routing].experts.items():
+                assert same_bits(gradient, recomputed[routing].experts[name])
 
 
 def divided() -> dict[str, Result]:
@@ -209,8 +209,8 @@ def test_experts_divided_by_inner_elements_give_the_same_and_count_no_gradient_t
             torch.testing.assert_close(mine.weights, expected.weights, rtol=2e-6, atol=4e-6)
         for name in alone[0].experts:
             expected = added([result.experts[name] for result in alone])
-            found = torch.cat([result.experts[name] for result in ours], 2 if name == "down" else 1)
-            assert (found - expected).abs().max() <= 2e-6 * expected.abs().max(), (routing, name)
+            gradient = torch.cat([result.experts[name] for result in ours], 2 if name == "down" else 1)
+            assert (gradient - expected).abs().max() <= 2e-6 * expected.abs().max(), (routing, name)
 
 
 @given(

@@ -1,4 +1,4 @@
-"""The machines that the ranks of a group stand in, against ranks listed one by one."""
+"""Machines of the ranks of a group, against ranks listed one by one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def test_a_group_has_two_levels_if_and_only_if_all_groups_fill_several_machines_
     groups: int, ranks: int, stride: int, machine_ranks: int
 ) -> None:
     width = ranks_in_a_machine(ranks, stride, machine_ranks)
-    found = set()
+    ranks_by_machine = set()
     for group in range(groups):
         for offset in range(stride):
             places = [group * ranks * stride + i * stride + offset for i in range(ranks)]
             machines = [place // machine_ranks for place in places]
-            found.add(tuple(machines.count(machine) for machine in dict.fromkeys(machines)))
+            ranks_by_machine.add(tuple(machines.count(machine) for machine in dict.fromkeys(machines)))
     if width > 1:
-        assert found == {(width,) * (ranks // width)}
+        assert ranks_by_machine == {(width,) * (ranks // width)}
         assert 1 < ranks // width < ranks
 
 

@@ -1,4 +1,4 @@
-"""A mesh makes no more process groups than it has companies of ranks, with a socket for each member, and what it made is gone once its process has left."""
+"""A mesh makes one process group for each set of ranks, with a socket for each member, and none is left once its process has left."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sockets() -> set[str]:
 
 
 def sockets_left() -> int:
-    """Sockets once nothing is left of what earlier jobs of this process forgot; a group closes its own a moment after it is gone."""
+    """Count the sockets after a collection of garbage; a group closes its sockets a moment after it is freed."""
     gc.collect()
     fewest = len(sockets())
     for _ in range(20):

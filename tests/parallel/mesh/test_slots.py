@@ -30,7 +30,7 @@ def text_tree(slots: int) -> SlotTree[str]:
 
 
 @given(slots_counts, st.randoms())
-def test_slots_are_added_in_the_same_tree_in_whatever_order_they_arrive(
+def test_slots_are_added_in_the_same_tree_in_any_order_of_arrival(
     slots: int, shuffler: random.Random
 ) -> None:
     order = list(range(slots))
@@ -46,7 +46,7 @@ def test_the_sum_is_the_same_however_slots_are_dealt_over_replicas(
     slots: int, replicas: int, shard_ranks: int, per_hand: int
 ) -> None:
     leaves = Leaves(Deal(slots, replicas, shard_ranks), per_hand)
-    whole = text_tree(leaves.count)
+    merged = text_tree(leaves.count)
     for replica in range(replicas):
         own = text_tree(leaves.count)
         for round_slots in leaves.deal.rounds(replica):
@@ -54,8 +54,8 @@ def test_the_sum_is_the_same_however_slots_are_dealt_over_replicas(
                 own.push(leaf, str(leaf))
         assert sorted(own.nodes) == sorted(leaves.forest(replica))
         for node, value in own.nodes.items():
-            whole.push_node(node, value)
-    assert whole.take_root() == written_out(0, (leaves.count - 1).bit_length(), leaves.count)
+            merged.push_node(node, value)
+    assert merged.take_root() == written_out(0, (leaves.count - 1).bit_length(), leaves.count)
 
 
 @given(slots_counts, st.integers(1, 9), st.integers(1, 5))
@@ -63,7 +63,7 @@ def test_the_sum_is_the_same_if_each_rank_adds_its_own_contiguous_slots_first(
     slots: int, replicas: int, shard_ranks: int
 ) -> None:
     leaves = Leaves(Deal(slots, replicas, shard_ranks, contiguous=True), 1)
-    whole = text_tree(leaves.count)
+    merged = text_tree(leaves.count)
     for replica in range(replicas):
         for shard_rank, forest in enumerate(leaves.forests_of_ranks(replica)):
             own = text_tree(leaves.count)
@@ -72,8 +72,8 @@ def test_the_sum_is_the_same_if_each_rank_adds_its_own_contiguous_slots_first(
                     own.push(current.slot, str(current.slot))
             assert sorted(own.nodes) == sorted(forest)
             for node, value in own.nodes.items():
-                whole.push_node(node, value)
-    assert whole.take_root() == written_out(0, (leaves.count - 1).bit_length(), leaves.count)
+                merged.push_node(node, value)
+    assert merged.take_root() == written_out(0, (leaves.count - 1).bit_length(), leaves.count)
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 2, 4]))

@@ -1,4 +1,4 @@
-"""Every name that PyTorch keeps private does what we take it for."""
+"""Private names of PyTorch do what the framework relies on."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def boxes_of_five_rows() -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
     from phalanx.parallel.torch_compat import local_slice_of
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = torch.arange(10).view(5, 2)
-    tensor = distribute_tensor(whole, mesh, [Shard(0)])
+    full_tensor = torch.arange(10).view(5, 2)
+    tensor = distribute_tensor(full_tensor, mesh, [Shard(0)])
     offset, shape = local_slice_of(tensor)
     return offset, shape, tensor.to_local().flatten().tolist()
 
 
-def test_box_of_says_where_a_ranks_rows_lie_in_the_whole(ranks: Ranks) -> None:
+def test_the_local_slice_is_the_place_of_a_ranks_rows_in_the_full_tensor(ranks: Ranks) -> None:
     rows = []
     for offset, shape, values in ranks.run(3, boxes_of_five_rows):
         expected = torch.arange(10).view(5, 2)[offset[0] : offset[0] + shape[0]]
@@ -49,7 +49,7 @@ def test_box_of_says_where_a_ranks_rows_lie_in_the_whole(ranks: Ranks) -> None:
     assert rows == list(range(10))
 
 
-def test_box_of_a_plain_tensor_is_the_whole() -> None:
+def test_the_local_slice_of_a_plain_tensor_is_all_of_it() -> None:
     from phalanx.parallel.torch_compat import local_slice_of
 
     assert local_slice_of(torch.zeros(3, 4)) == ((0, 0), (3, 4))
@@ -141,20 +141,20 @@ def along(batch: int) -> tuple[list[list[float]], list[list[float]], list[float]
     assert group is not None
     rank = dist.get_rank()
     mine = torch.full((batch, 1), float(rank))
-    whole = gather_along(mine, 1, group)
-    piece = sum_scatter_along(whole * 10, 1, group)
-    return whole.tolist(), piece.tolist(), sum_over(mine[0], group).tolist()
+    full_tensor = gather_along(mine, 1, group)
+    piece = sum_scatter_along(full_tensor * 10, 1, group)
+    return full_tensor.tolist(), piece.tolist(), sum_over(mine[0], group).tolist()
 
 
 def test_collectives_along_a_dimension_gather_and_sum(ranks: Ranks) -> None:
     for batch in (1, 2):  # with one, PyTorch takes a shorter way
-        for rank, (whole, piece, total) in enumerate(ranks.run(3, along, batch)):
-            assert whole == [[0.0, 1.0, 2.0]] * batch
+        for rank, (full_rows, piece, total) in enumerate(ranks.run(3, along, batch)):
+            assert full_rows == [[0.0, 1.0, 2.0]] * batch
             assert piece == [[30.0 * rank]] * batch
             assert total == [3.0]
 
 
-def asked_for_overlap() -> tuple[bool, bool]:
+def overlap_settings() -> tuple[bool, bool]:
     import torch.distributed as dist
     from torch._inductor import config
     from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
@@ -170,8 +170,8 @@ def asked_for_overlap() -> tuple[bool, bool]:
         config._micro_pipeline_tp = False
 
 
-def test_the_compiler_is_told_which_group_may_overlap(ranks: Ranks) -> None:
-    assert ranks.run(2, asked_for_overlap) == [(True, True)] * 2
+def test_overlap_is_enabled_for_the_group_that_is_named(ranks: Ranks) -> None:
+    assert ranks.run(2, overlap_settings) == [(True, True)] * 2
 
 
 def reduced_outside_of_a_backward_pass() -> list[float]:
@@ -276,7 +276,7 @@ def test_a_flight_record_names_groups_with_their_ranks_and_the_collectives_in_th
         assert record["groups"][name] == [0, 1]
         (entry,) = record["recorder"]["entries"]
         assert entry["process_group"][0] == name
-        # That it has ended ("retired") is written down by another thread, a moment later.
+        # Another thread sets "retired" a moment after the end.
         assert (entry["collective_seq_id"], entry["is_p2p"]) == (2, False)
         assert (entry["profiling_name"], entry["input_sizes"]) == ("gloo:all_reduce", [[3]])
 
@@ -338,7 +338,7 @@ def test_a_rank_that_has_left_its_groups_keeps_none_of_their_threads(ranks: Rank
 
 
 def test_the_flop_of_attention_with_fewer_key_heads_are_those_of_all_query_heads() -> None:
-    """What PyTorch before 2.13 refuses; the compiler's budget for activations relies on it."""
+    """PyTorch before 2.13 refuses to count them; the compiler's budget for activations relies on the count."""
     count_grouped_attention()
     query, key = (2, 8, 16, 32), (2, 2, 16, 32)
     count: Any = flop_counter.sdpa_flop_count

@@ -38,7 +38,7 @@ def assert_same_bits(
 ) -> None:
     losses, gradients = expected
     assert [sum(column) for column in zip(*(r[0] for r in results), strict=True)] == losses
-    merged = {name: gradient for _, held in results for name, gradient in held.items()}
+    merged = {name: gradient for _, rank_gradients in results for name, gradient in rank_gradients.items()}
     assert merged.keys() == gradients.keys()
     assert [name for name in merged if not torch.equal(merged[name], gradients[name])] == []
 
@@ -57,9 +57,9 @@ def test_losses_and_gradients_have_the_bits_of_the_undivided_model(
 def test_slots_that_follow_each_other_have_each_the_bits_of_the_undivided_model(
     ranks: Ranks, name: ScheduleName, per_rank: int, micro_batches: int, slots: int
 ) -> None:
-    found = ranks.run(2, slots_in_a_pipeline, name, per_rank, BIASED, micro_batches, slots)
+    results = ranks.run(2, slots_in_a_pipeline, name, per_rank, BIASED, micro_batches, slots)
     for slot, expected in enumerate(slots_in_one_piece(BIASED, micro_batches, slots)):
-        merged = {name: gradient for held in found for name, gradient in held[slot].items()}
+        merged = {name: gradient for by_slot in results for name, gradient in by_slot[slot].items()}
         assert merged.keys() == expected.keys()
         assert [name for name in merged if not torch.equal(merged[name], expected[name])] == []
 
@@ -105,6 +105,8 @@ def test_sharded_stages_reduce_once_and_give_the_sharded_models_bits(
     for zero3 in (False, True):
         results = ranks.run(4, pipelined, name, per_rank, narrow, zero3)
         assert [calls for _, calls in results] == [{1}] * 4
-        merged = {name: gradient for held, _ in results for name, gradient in held.items()}
+        merged = {
+            name: gradient for rank_gradients, _ in results for name, gradient in rank_gradients.items()
+        }
         assert merged.keys() == expected.keys()
         assert [name for name in merged if not torch.equal(merged[name], expected[name])] == []

@@ -1,4 +1,4 @@
-"""Schedules are PyTorch's, made by each rank alone; they end, keep the order of sums, and idle as their papers say."""
+"""Schedules are PyTorch's, made by each rank alone; they end, keep the order of sums, and idle as long as in their papers."""
 
 from __future__ import annotations
 
@@ -65,9 +65,8 @@ def torchs_actions(schedule: Schedule, rank: int, micro_batches: int) -> list[Ac
     ]
 
 
-@given(
-    schedules().filter(lambda drawn: drawn[0].name != "1f1b")
-)  # of 1F1B, PyTorch has a loop but no true list
+# PyTorch has a loop for 1F1B, and no true list.
+@given(schedules().filter(lambda drawn: drawn[0].name != "1f1b"))
 def test_a_ranks_actions_are_those_of_torch(drawn: tuple[Schedule, int]) -> None:
     schedule, micro_batches = drawn
     for rank in range(schedule.pipeline):
@@ -150,8 +149,8 @@ def test_a_rank_holds_no_more_than_the_schedule_holds_of_one_long_slot(
 @given(schedules())
 def test_the_bubble_is_that_of_following_all_dependencies(drawn: tuple[Schedule, int]) -> None:
     schedule, micro_batches = drawn
-    whole, busy = timeline(schedule, micro_batches)
-    idle = 1 - sum(busy) / (schedule.pipeline * whole)
+    length, busy = timeline(schedule, micro_batches)
+    idle = 1 - sum(busy) / (schedule.pipeline * length)
     closed = bubble(schedule.name, schedule.pipeline, micro_batches, schedule.per_rank)
     assert closed == pytest.approx(idle, abs=1e-9)
 
@@ -159,10 +158,10 @@ def test_the_bubble_is_that_of_following_all_dependencies(drawn: tuple[Schedule,
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_1f1b_holds_no_more_micro_batches_than_stages_follow(pipeline: int, micro_batches: int) -> None:
     for rank in range(pipeline):
-        held = [0]
+        in_flight = [0]
         for action in Schedule("1f1b", pipeline, 1).actions(rank, micro_batches):
-            held.append(held[-1] + (1 if action.kind == "F" else -1))
-        assert max(held) == min(micro_batches, pipeline - rank)
+            in_flight.append(in_flight[-1] + (1 if action.kind == "F" else -1))
+        assert max(in_flight) == min(micro_batches, pipeline - rank)
 
 
 @pytest.mark.parametrize("name", ["zbv", "dualpipev"])
@@ -185,10 +184,10 @@ def need_of(schedule: Schedule, action: Action) -> StageMessage | None:
 
 def most_held(actions: list[Action]) -> int:
     """The most stages' activations that a rank holds at once."""
-    held = [0]
+    in_flight = [0]
     for action in actions:
-        held.append(held[-1] + {"F": 1, "B": -1, "W": -1}.get(action.kind, 0))
-    return max(held)
+        in_flight.append(in_flight[-1] + {"F": 1, "B": -1, "W": -1}.get(action.kind, 0))
+    return max(in_flight)
 
 
 def timeline(schedule: Schedule, micro_batches: int, slots: int = 1) -> tuple[float, list[float]]:

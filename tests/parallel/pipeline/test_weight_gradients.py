@@ -109,7 +109,7 @@ def test_a_weight_that_derives_from_a_parameter_does_not_wait() -> None:
     torch.testing.assert_close(both, expected)
 
 
-def test_lanes_rows_of_a_weight_do_not_wait_though_nobody_has_said_that_it_is_derived() -> None:
+def test_lanes_rows_of_a_weight_do_not_wait_though_it_is_not_marked_as_derived() -> None:
     module, x = OfTwoLanes(), torch.randn(5, 8, requires_grad=True)
     expected = undivided(module, x)
     first, both = divided(module, x)

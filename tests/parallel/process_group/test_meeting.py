@@ -127,15 +127,15 @@ def fleet() -> Any:
 
 
 def test_the_same_processes_meet_again_in_a_smaller_group_after_one_hung(fleet: Fleet) -> None:
-    whole = fleet.live([0, 1, 2])
-    assert [answer for answer, _ in whole] == [6.0, 6.0, 6.0]
+    full_group = fleet.live([0, 1, 2])
+    assert [answer for answer, _ in full_group] == [6.0, 6.0, 6.0]
     broken = fleet.live([0, 1, 2], hangs=2, abort_after_s=2.0)
     assert all(isinstance(answer, str) for answer, _ in broken), (
         "a collective with a missing rank cannot end well"
     )
     smaller = fleet.live([1, 0])
     assert [answer for answer, _ in smaller] == [3.0, 3.0]
-    assert [pid for _, pid in whole[:2]] == [pid for _, pid in reversed(smaller)]
+    assert [pid for _, pid in full_group[:2]] == [pid for _, pid in reversed(smaller)]
 
 
 def test_an_abort_reaches_a_rank_that_waits_for_somebody_who_never_comes(fleet: Fleet) -> None:
@@ -213,10 +213,10 @@ def test_what_a_rank_hashes_to_check_another_does_not_grow_with_the_ranks_and_de
     None
 ):
     nonces = [bytes([number]) * 32 for number in range(64)]
-    whole = challenge_of(nonces)
-    assert len(challenge_of(nonces * 100)) == len(whole) == 32
-    others = {challenge_of([*nonces[:one], b"x" * 32, *nonces[one + 1 :]]) for one in range(64)}
-    assert len(others | {whole, challenge_of(nonces[::-1]), challenge_of([b"".join(nonces)])}) == 67
+    challenge = challenge_of(nonces)
+    assert len(challenge_of(nonces * 100)) == len(challenge) == 32
+    others = {challenge_of([*nonces[:index], b"x" * 32, *nonces[index + 1 :]]) for index in range(64)}
+    assert len(others | {challenge, challenge_of(nonces[::-1]), challenge_of([b"".join(nonces)])}) == 67
 
 
 def test_an_abort_leaves_connections_alone_that_were_there_before() -> None:
@@ -230,8 +230,8 @@ def test_an_abort_leaves_connections_alone_that_were_there_before() -> None:
     assert accepted.recv(1) == b""
     mine.sendall(b"x")
     assert other.recv(1) == b"x"
-    for one in (mine, other, later, accepted, server):
-        one.close()
+    for endpoint in (mine, other, later, accepted, server):
+        endpoint.close()
 
 
 def test_an_abort_leaves_connections_of_trackers_alone_whenever_they_are_opened() -> None:
@@ -252,8 +252,8 @@ def test_an_abort_leaves_connections_of_trackers_alone_whenever_they_are_opened(
     for mine, other in (named, later):
         mine.sendall(b"x")
         assert other.recv(1) == b"x"
-    for one in (*named, *between_ranks, *later, server):
-        one.close()
+    for endpoint in (*named, *between_ranks, *later, server):
+        endpoint.close()
 
 
 def test_a_rank_meets_with_its_own_gpu_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

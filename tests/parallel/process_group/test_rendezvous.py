@@ -1,4 +1,4 @@
-"""How a process learns its rank, and what it is told when the ranks cannot meet."""
+"""How a process learns its rank, and its errors when the ranks cannot meet."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_srun_gives_rank_and_the_first_node_is_the_meeting_point() -> None:
     }
     expected = RankEnvironment(9, 16, 1, "tcp://gpu003:24462", "srun", "gpu003", several_machines=True)
     assert rank_from_environment(environ) == expected
-    given = environ | {"MASTER_PORT": "29500"}
-    assert rank_from_environment(given) == replace(expected, meeting_point="tcp://gpu003:29500")
+    with_port = environ | {"MASTER_PORT": "29500"}
+    assert rank_from_environment(with_port) == replace(expected, meeting_point="tcp://gpu003:29500")
 
 
 def test_two_steps_of_srun_on_one_node_meet_at_two_ports() -> None:
@@ -93,13 +93,13 @@ def test_an_ipv6_address_is_bracketed_and_fewer_ranks_here_than_in_all_mean_seve
     assert rank_from_environment(environ) == expected
 
 
-def test_a_rank_without_an_address_is_told_what_to_set() -> None:
+def test_the_error_of_a_rank_without_an_address_names_what_to_set() -> None:
     with pytest.raises(RendezvousError, match="set MASTER_ADDR"):
         rank_from_environment({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("variables", "named"),
     [
         ({"MASTER_ADDR": "127.0.0.1:1"}, "'127.0.0.1:1' is no host"),
         ({"MASTER_PORT": "abc"}, "'abc' is no port"),
@@ -108,10 +108,10 @@ def test_a_rank_without_an_address_is_told_what_to_set() -> None:
         ({"LOCAL_RANK": ""}, "LOCAL_RANK is '', and must be a number"),
     ],
 )
-def test_a_launchers_variable_of_another_form_is_named(given: dict[str, str], named: str) -> None:
+def test_a_launchers_variable_of_another_form_is_named(variables: dict[str, str], named: str) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1234"}
     with pytest.raises(RendezvousError, match=re.escape(named)):
-        rank_from_environment(environ | given)
+        rank_from_environment(environ | variables)
 
 
 def test_our_own_launcher_comes_before_an_environment_inherited_from_another() -> None:
@@ -209,7 +209,7 @@ def test_a_meeting_file_that_cannot_be_written_is_reported_with_its_folder(tmp_p
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_asking_for_a_gpu_where_there_is_none_says_so() -> None:
+def test_a_gpu_is_refused_where_there_is_none() -> None:
     with pytest.raises(RendezvousError, match="sees no GPU"):
         device_for("cuda", 0)
 

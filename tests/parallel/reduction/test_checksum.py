@@ -50,7 +50,7 @@ def test_any_flipped_bit_of_any_tensor_changes_the_checksum(
 
 
 @given(st.lists(st.integers(0, (1 << 64) - 1), max_size=20))
-def test_the_checksum_of_a_short_tensor_is_the_sum_that_the_docstring_says(words: list[int]) -> None:
+def test_the_checksum_of_a_short_tensor_is_the_sum_of_the_docstring(words: list[int]) -> None:
     def odd(stream: str, index: int) -> int:
         key = stream_key(0, f"checksum {stream}")
         return int(random_words(key, torch.tensor([index]))[0]) | 1
@@ -116,7 +116,7 @@ def test_the_pieces_of_a_tensor_add_up_to_its_checksum_however_it_is_cut(data: s
     dtype = data.draw(st.sampled_from(DTYPES))
     tensor = noise(math.prod(shape), dtype, data.draw(st.integers(0, 9))).view(shape)
     places = [torch.arange(size) for size in shape]
-    whole = piece_checksum("w", tensor, places, shape)
+    full_checksum = piece_checksum("w", tensor, places, shape)
     if not shape:
         return
     dim = data.draw(st.integers(0, len(shape) - 1))
@@ -126,15 +126,15 @@ def test_the_pieces_of_a_tensor_add_up_to_its_checksum_however_it_is_cut(data: s
         piece_checksum("w", tensor.index_select(dim, own), [*places[:dim], own, *places[dim + 1 :]], shape)
         for own in (order[:cut], order[cut:])  # also places that are not neighbors, as context ranks have
     ]
-    assert total_checksum(pieces) == total_checksum([whole])
+    assert total_checksum(pieces) == total_checksum([full_checksum])
 
 
 def test_every_bit_place_and_name_counts_in_the_checksum_of_a_piece() -> None:
     tensor = noise(24, torch.float32)
 
-    def checksum(held: torch.Tensor, name: str = "w") -> int:
+    def checksum(part: torch.Tensor, name: str = "w") -> int:
         return total_checksum(
-            [piece_checksum(name, held.view(4, 6), [torch.arange(4), torch.arange(6)], (4, 6))]
+            [piece_checksum(name, part.view(4, 6), [torch.arange(4), torch.arange(6)], (4, 6))]
         )
 
     others = [checksum(flipped(tensor, bit)) for bit in range(24 * 32)]

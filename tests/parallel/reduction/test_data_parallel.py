@@ -14,7 +14,7 @@ from ranks import Ranks
 
 
 def gathers_and_routers() -> list[str]:
-    """What happens in a step of a mixture of two blocks: gathers of experts, and routers' choices."""
+    """Gathers of experts and routers' choices in a step of a mixture of two blocks, in their order."""
     import time
 
     import torch.distributed as dist

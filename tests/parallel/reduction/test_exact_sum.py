@@ -74,9 +74,9 @@ def norm_on_ranks(cuts: tuple[int, ...], values: list[float]) -> str:
 
     bounds = (0, *cuts, len(values))
     rank = dist.get_rank()
-    held = torch.tensor(values[bounds[rank] : bounds[rank + 1]])
+    part = torch.tensor(values[bounds[rank] : bounds[rank + 1]])
     assert dist.group.WORLD is not None
-    return norm([held], len(values), torch.device("cpu")).hex()
+    return norm([part], len(values), torch.device("cpu")).hex()
 
 
 def test_ranks_that_share_the_numbers_out_differently_agree_to_the_last_bit(ranks: Ranks) -> None:

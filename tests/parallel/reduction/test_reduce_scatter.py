@@ -36,7 +36,7 @@ Lines = list[tuple[list[Any], threading.Barrier]]
 
 
 def lines(number: int, ranks: int) -> Lines:
-    """What the members of each of ``number`` groups share."""
+    """Board and barrier of each of ``number`` groups, which its members share."""
     return [([None] * ranks, threading.Barrier(ranks)) for _ in range(number)]
 
 

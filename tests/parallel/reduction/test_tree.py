@@ -79,10 +79,10 @@ def test_a_gradient_that_only_one_rank_holds_enters_the_tree_without_a_copy() ->
 
 
 def test_a_gradient_that_is_not_admitted_is_left_out_of_the_tree() -> None:
-    asked = []
+    refused = []
 
     def refuse(name: str, gradient: Tensor) -> bool:
-        asked.append((name, gradient.tolist()))
+        refused.append((name, gradient.tolist()))
         return False
 
     (current,) = rounds_of(Deal(1, 1, 1), 0, 0)
@@ -92,7 +92,7 @@ def test_a_gradient_that_is_not_admitted_is_left_out_of_the_tree() -> None:
     out, group = torch.ones(2), Group(0, [None], threading.Barrier(1))
     TreeReduceScatter(reducer, CommClock(blocking=True))(out, torch.tensor([2.0, 3.0]), group, None)  # type: ignore[arg-type]
     reducer.take_alone(torch.tensor([4.0, 5.0]))
-    assert asked == [("group", [2.0, 3.0]), ("group", [4.0, 5.0])]
+    assert refused == [("group", [2.0, 3.0]), ("group", [4.0, 5.0])]
     assert out.tolist() == [0.0, 0.0]
     assert not reducer.tree.nodes
 

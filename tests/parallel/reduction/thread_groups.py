@@ -22,12 +22,12 @@ class Group:
     def size(self) -> int:
         return len(self.board)
 
-    def told_by_all(self, own: Any) -> list[Any]:
+    def gather(self, own: Any) -> list[Any]:
         self.board[self.rank] = own
         self.barrier.wait(60)
-        told = list(self.board)
+        gathered = list(self.board)
         self.barrier.wait(60)
-        return told
+        return gathered
 
 
 def all_to_all(
@@ -39,13 +39,13 @@ def all_to_all(
     group: Group,
 ) -> None:
     pieces = torch.split(sent.clone(), give or len(sent) // group.size())
-    mine = [theirs[group.rank] for theirs in group.told_by_all(pieces)]
+    mine = [theirs[group.rank] for theirs in group.gather(pieces)]
     assert get is None or get == [len(piece) for piece in mine]
     received.copy_(torch.cat(mine))
 
 
 def all_gather(output: Tensor, piece: Tensor, group: Group) -> None:
-    output.copy_(torch.cat(group.told_by_all(piece.clone())))
+    output.copy_(torch.cat(group.gather(piece.clone())))
 
 
 def on_ranks(ranks: int, function: Callable[[Group], Tensor]) -> list[Tensor]:

@@ -100,8 +100,8 @@ def learn(module: Transformer, rows: VocabularyPiece | None) -> float:
         router.auxiliary_scale = 1.0
 
     def readout(hidden: Tensor, weight: Tensor, depth: int = 0) -> Tensor:
-        wanted = targets_ahead(targets, depth, IGNORE) if depth else targets
-        return summed_cross_entropy(hidden, weight, wanted, CHUNK, rows)
+        shifted = targets_ahead(targets, depth, IGNORE) if depth else targets
+        return summed_cross_entropy(hidden, weight, shifted, CHUNK, rows)
 
     parts = module(inputs, readout, ahead=readout if len(module.mtp) else None)
     loss = training_loss(parts, module.spec)
@@ -132,12 +132,12 @@ def build(
 
 def fill(module: Transformer, partitions: dict[str, Partition]) -> None:
     module.to_empty(device="cpu")
-    whole = weights(module.spec)
+    full_weights = weights(module.spec)
     for name, parameter in module.named_parameters():
         place = partitions.get(name, Partition(tuple(parameter.shape)))
         offset, shape = place.local_slice(parameter)
         piece = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
-        local(parameter.detach()).copy_(whole[name][piece])
+        local(parameter.detach()).copy_(full_weights[name][piece])
 
 
 def gathered(
@@ -147,12 +147,12 @@ def gathered(
     gradients = {}
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, name
-        whole = (
+        gradient = (
             full_parameter(partitions[name], parameter.grad)
             if name in partitions
             else rows.comm.total(parameter.grad)
         )
-        gradients[name] = whole
+        gradients[name] = gradient
     return gradients
 
 
@@ -246,9 +246,9 @@ def test_recomputing_activations_changes_no_bit(
 ) -> None:
     plain = ranks.run(2, on_tensor_ranks, MODELS[name], 2)
     again = ranks.run(2, on_tensor_ranks, MODELS[name], 2, alter)
-    for one, other in zip(plain, again, strict=True):
-        assert one.loss == other.loss
-        assert all(torch.equal(one.gradients[n], other.gradients[n]) for n in one.gradients)
+    for kept, recomputed in zip(plain, again, strict=True):
+        assert kept.loss == recomputed.loss
+        assert all(torch.equal(kept.gradients[n], recomputed.gradients[n]) for n in kept.gradients)
 
 
 @pytest.mark.parametrize(
@@ -430,18 +430,18 @@ def with_overlap() -> tuple[float, bool]:
         module = Transformer(spec.model)
     try:
         partitions = apply_tensor(module, mesh, spec, clock)
-        asked = config._micro_pipeline_tp
+        is_enabled = config._micro_pipeline_tp
         fill(module, partitions)
         for block in module.blocks.values():
             block.compile(dynamic=False)
-        return learn(module, vocabulary_piece(mesh, spec, clock)), asked
+        return learn(module, vocabulary_piece(mesh, spec, clock)), is_enabled
     finally:
         config._micro_pipeline_tp = False
 
 
 @pytest.mark.slow
-def test_asking_for_overlap_does_no_harm_where_there_is_none(ranks: Ranks) -> None:
+def test_overlap_does_no_harm_where_there_is_none(ranks: Ranks) -> None:
     expected = on_one_process(GROUPED)
-    for loss, asked in ranks.run(2, with_overlap):
-        assert asked
+    for loss, is_enabled in ranks.run(2, with_overlap):
+        assert is_enabled
         assert loss == pytest.approx(expected.loss, rel=2e-6)

@@ -42,7 +42,7 @@ def computed(
 @pytest.mark.parametrize("twice", [False, True])
 def test_they_have_the_same_bits(dtype: torch.dtype, twice: bool) -> None:
     together, apart = (computed(dtype, apart=each, twice=twice) for each in (False, True))
-    assert all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(together, apart, strict=True))
 
 
 @pytest.mark.parametrize("width", [1, 5, 7, 8, 40, 65])
@@ -104,11 +104,11 @@ def test_a_lane_has_the_bits_that_it_has_on_a_rank_of_its_own(width: int, side_b
 
 @pytest.mark.parametrize("count", [3, 7, 33])
 def test_a_piece_of_a_tensor_is_given_to_kernels_at_a_boundary_of_memory(count: int) -> None:
-    whole = torch.randn(4, count, requires_grad=True)
-    for number, piece in enumerate(whole.chunk(4)):
+    tensor = torch.randn(4, count, requires_grad=True)
+    for number, piece in enumerate(tensor.chunk(4)):
         own = dense(piece)
         assert own.is_contiguous()
         assert own.data_ptr() % 64 == 0
-        assert torch.equal(own, whole[number : number + 1])
+        assert torch.equal(own, tensor[number : number + 1])
     fitting = torch.randn(4, 16)
     assert all(dense(piece).data_ptr() == piece.data_ptr() for piece in fitting.chunk(4)), "nothing is copied"

@@ -34,17 +34,17 @@ def test_the_kernel_has_the_words_and_the_exponents_of_pytorchs_operations(
 ) -> None:
     kernel = BinKernel()
     layout = share_layout([(rows, 96), (rows,), (3, 128)], 1)
-    found = [Bins.empty(2, layout, BinFormat(count), torch.device("cpu")) for _ in range(2)]
+    bins = [Bins.empty(2, layout, BinFormat(count), torch.device("cpu")) for _ in range(2)]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for slot in range(3):
         gradient = wild(2, layout, slot) * 2.0 ** (20 * slot - 40)
-        found[0]._add_by_operations(gradient)
-        kernel.add(gradient, found[1].words, found[1].tops, found[1]._runs, found[1].format.width)
-        assert torch.equal(found[0].words, found[1].words)
-        assert torch.equal(found[0].tops, found[1].tops)
+        bins[0]._add_by_operations(gradient)
+        kernel.add(gradient, bins[1].words, bins[1].tops, bins[1]._runs, bins[1].format.width)
+        assert torch.equal(bins[0].words, bins[1].words)
+        assert torch.equal(bins[0].tops, bins[1].tops)
 
 
-def test_without_a_compiler_sums_are_those_of_pytorchs_operations_and_a_warning_says_so(
+def test_without_a_compiler_sums_are_those_of_pytorchs_operations_and_a_warning_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gradient, sums = wild(1, LAYOUT, 0), []

@@ -99,7 +99,7 @@ def test_the_order_of_slots_and_who_adds_them_changes_no_bit(
 @settings(max_examples=40, deadline=None)
 def test_a_sum_is_within_its_bound_of_the_exact_one(way: Way, gradients: Tensor) -> None:
     count, width = len(gradients), BinFormat(len(gradients)).width
-    found, some = summed(way, gradients, list(range(count))).tolist(), gradients.tolist()
+    totals, some = summed(way, gradients, list(range(count))).tolist(), gradients.tolist()
     element = 0
     for size in SIZES:
         span = range(element, element + size)
@@ -109,7 +109,7 @@ def test_a_sum_is_within_its_bound_of_the_exact_one(way: Way, gradients: Tensor)
             if abs(exact) >= 2**128:  # so it may be rounded to infinity
                 continue
             rounding = max(abs(exact) / 2**23, Fraction(1, 2**149))
-            assert abs(Fraction(found[i]) - exact) <= count * largest / 2**width + rounding
+            assert abs(Fraction(totals[i]) - exact) <= count * largest / 2**width + rounding
         element += size
 
 
@@ -121,8 +121,8 @@ def test_elements_that_were_not_finite_in_a_slot_are_no_numbers_and_no_others(
 ) -> None:
     gradients = gradients / 16  # no sum overflows
     gradients[0, 3], gradients[-1, 4], gradients[-1, 25] = torch.inf, -torch.inf, torch.nan
-    found = summed(way, gradients, list(range(len(gradients))))
-    assert (~found.isfinite()).nonzero().flatten().tolist() == [3, 4, 25]
+    totals = summed(way, gradients, list(range(len(gradients))))
+    assert (~totals.isfinite()).nonzero().flatten().tolist() == [3, 4, 25]
 
 
 @each_way
