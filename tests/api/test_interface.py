@@ -91,7 +91,9 @@ def test_no_public_name_is_that_of_a_package() -> None:
     assert not packages & set(phalanx.__all__)
 
 
-def test_training_tells_its_events_and_gives_a_result(trained: tuple[phalanx.RunResult, list[Event]]) -> None:
+def test_training_passes_on_its_events_and_returns_a_result(
+    trained: tuple[phalanx.RunResult, list[Event]],
+) -> None:
     result, events = trained
     steps = [event.body for event in events if isinstance(event.body, Step)]
     assert [step.step for step in steps] == [1, 2, 3, 4]
@@ -112,7 +114,7 @@ def test_the_weights_are_a_state_dict_of_the_users_model(
     spec = phalanx.open_run(place).spec
     model = Mixer(spec.model)
     model.load_state_dict(phalanx.load_weights(place))
-    # What it likes best after the prompt, by the module itself and by the command's way.
+    # The likeliest token after the prompt, by the module itself and as the command computes it.
     text = phalanx.generate_text(place, "abc", tokens=1, temperature=0)
     likeliest = int(model(torch.tensor([list(b"abc")]))[0, -1].argmax())
     assert text == (bytes([likeliest]).decode(errors="replace") if likeliest < 256 else "")

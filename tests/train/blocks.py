@@ -39,10 +39,10 @@ def build(spec: ModelSpec, *apply: Callable[[nn.Module], None]) -> Transformer:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            one = parameter.ndim == 1
+            is_vector = parameter.ndim == 1
             parameter.copy_(
                 torch.ones(parameter.shape, device="cpu")
-                if one
+                if is_vector
                 else 0.2 * torch.randn(parameter.shape, generator=generator, device="cpu")
             )
     for change in apply:
@@ -63,9 +63,9 @@ def gradients_of(model: nn.Module, seed: int = 1) -> dict[str, Tensor]:
     model.zero_grad()
     loss = loss_of(model, seed)
     loss.backward()
-    held = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {"loss": loss.detach()} | {
-        name: gradient.clone() for name, gradient in held.items() if gradient is not None
+        name: gradient.clone() for name, gradient in gradients.items() if gradient is not None
     }
 
 

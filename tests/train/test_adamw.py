@@ -50,15 +50,15 @@ def test_it_agrees_with_pytorchs_adamw(decay: float) -> None:
 
 
 @given(st.lists(st.integers(0, 400), max_size=5), st.integers(0, 3))
-def test_an_element_gets_the_same_bits_in_whatever_shard_it_lies(cuts: list[int], seed: int) -> None:
+def test_an_element_gets_the_same_bits_in_any_shard(cuts: list[int], seed: int) -> None:
     weights, gradients = random_case(401, seed)
-    whole = stepped(weights, gradients, OptimizerSpec(), "matrix")
+    full_result = stepped(weights, gradients, OptimizerSpec(), "matrix")
     bounds = sorted({0, 401, *cuts})
     parts = [
         stepped(weights[a:b], [gradient[a:b] for gradient in gradients], OptimizerSpec(), "matrix")
         for a, b in itertools.pairwise(bounds)
     ]
-    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(torch.cat(parts), full_result)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_an_element_gets_the_same_bits_in_whatever_shard_it_lies(cuts: list[int]
         ("embedding", OptimizerSpec(decay_embeddings=True), True),
     ],
 )
-def test_norms_biases_and_embeddings_are_not_decayed_unless_asked(
+def test_norms_biases_and_embeddings_are_not_decayed_by_default(
     kind: ParameterKind, spec: OptimizerSpec, expected: bool
 ) -> None:
     assert decays(Parameter("w", (2, 2), kind), spec) == expected
@@ -83,9 +83,9 @@ def test_the_gradient_scale_is_applied_before_anything_else() -> None:
     weights, gradients = random_case(100)
     parameter, other = nn.Parameter(weights.clone()), nn.Parameter(weights.clone())
     kinds = {"w": Parameter("w", (100,), "matrix")}
-    for held, gradient, scale in [(parameter, gradients[0] * 0.25, 1.0), (other, gradients[0], 0.25)]:
-        optimizer = AdamW(OptimizerSpec(), {"w": held}, kinds)
-        held.grad = gradient
+    for leaf, gradient, scale in [(parameter, gradients[0] * 0.25, 1.0), (other, gradients[0], 0.25)]:
+        optimizer = AdamW(OptimizerSpec(), {"w": leaf}, kinds)
+        leaf.grad = gradient
         optimizer.step(1, 1e-3, scale)
     assert torch.equal(parameter, other)
 

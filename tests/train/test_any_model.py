@@ -26,7 +26,7 @@ from ranks import Ranks
 
 MOST_RANKS = 4
 NEEDS_DATA = ("data", "checkpoint")
-"""Sections of which the rules ask what a run without data has not got."""
+"""Sections whose rules need data, which these runs do not have."""
 
 
 def some(draw: Random, **choices: Sequence[Any]) -> dict[str, Any]:
@@ -136,5 +136,5 @@ def test_any_model_in_lanes_or_tiles_has_one_hash_on_any_layout(ranks: Ranks, se
     spec = a_run(draw)
     alone = merged(ranks.run(1, steps_on_this_rank, spec, 1))
     for count, other in (next(layouts_of(spec, draw)) for _ in range(2)):
-        found = merged(ranks.run(count, steps_on_this_rank, other, 1))
-        assert same(found, alone), f"{other.parallel}, {other.memory.recompute}"
+        result = merged(ranks.run(count, steps_on_this_rank, other, 1))
+        assert same(result, alone), f"{other.parallel}, {other.memory.recompute}"

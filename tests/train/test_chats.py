@@ -122,13 +122,13 @@ def test_the_held_out_loss_is_that_of_transformers_on_each_conversation_alone(
     for document in conversations():
         if split_of(document.name, HELD_OUT_FRACTION) != HELD_OUT:
             continue
-        found = encoder.encode(document.text)
-        assert found is not None
-        ids = torch.tensor(found.ids.astype("int64"))[None]
+        encoded = encoder.encode(document.text)
+        assert encoded is not None
+        ids = torch.tensor(encoded.ids.astype("int64"))[None]
         with torch.no_grad():
             logits = theirs(ids).logits[0, :-1]
         losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
-        learned = torch.tensor(found.learned[1:])
+        learned = torch.tensor(encoded.learned[1:])
         total, targets = total + float(losses[learned].sum()), targets + int(learned.sum())
     assert read_index(chats).held_out.learned == targets
     assert ours["held_out_loss"] == pytest.approx(total / targets, rel=1e-5)
@@ -158,11 +158,11 @@ def test_conversations_in_an_object_store_are_read_as_those_in_a_folder(
     copy_dataset(str(chats), url)
     local = fine_tuning(imported, chats, tmp_path / "run")
     remote = replace(local, data=DataSpec(path=url, cache=str(tmp_path / "cache")))
-    one, other = (RunData.of_run(spec) for spec in (local, remote))
-    assert one.train_samples(0, 40).tolist() == other.train_samples(0, 40).tolist()
-    held_out = np.arange(one.held_out_len)
-    assert one.held_out_targets(held_out).sum() == read_index(chats).held_out.learned
-    assert one.held_out_targets(held_out).tolist() == other.held_out_targets(held_out).tolist()
+    local_data, remote_data = (RunData.of_run(spec) for spec in (local, remote))
+    assert local_data.train_samples(0, 40).tolist() == remote_data.train_samples(0, 40).tolist()
+    held_out = np.arange(local_data.held_out_len)
+    assert local_data.held_out_targets(held_out).sum() == read_index(chats).held_out.learned
+    assert local_data.held_out_targets(held_out).tolist() == remote_data.held_out_targets(held_out).tolist()
 
 
 def test_conversations_are_mixed_with_packed_text(

@@ -44,7 +44,7 @@ def in_store(spec: RunSpec, url: str, cache: Path, **fields: Any) -> RunSpec:
 
 @pytest.fixture(scope="module")
 def undisturbed(ranks: Ranks, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, str]:
-    """A run whose dataset lies in a folder, and the hash of its weights."""
+    """A run whose dataset is in a folder, and the hash of its weights."""
     spec = tiny_run(dataset, tmp_path_factory.mktemp("undisturbed") / "run")
     return spec, str(ranks.run(1, train_on_this_rank, spec)[0]["weights_sha256"])
 
@@ -74,7 +74,7 @@ def test_through_faults_a_crash_and_other_ranks_the_bits_are_those_of_the_folder
 
 
 @pytest.mark.servers
-def test_a_cache_that_is_smaller_than_what_is_read_ahead_is_told_and_changes_no_bit(
+def test_a_cache_that_is_smaller_than_what_is_read_ahead_gives_a_warning_and_changes_no_bit(
     ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
 ) -> None:
     spec, weights = undisturbed
@@ -83,8 +83,8 @@ def test_a_cache_that_is_smaller_than_what_is_read_ahead_is_told_and_changes_no_
     (result,) = ranks.run(1, train_with_environment, spec, dict(s3_server.environment))
     assert result["weights_sha256"] == weights
     events = (event.body for event in read_events(tmp_path / "run" / "events.jsonl"))
-    (told,) = [body.text for body in events if isinstance(body, Message) and "data.cache_gib" in body.text]
-    assert "instead of data.read_ahead_mib = 64" in told
+    (warning,) = [body.text for body in events if isinstance(body, Message) and "data.cache_gib" in body.text]
+    assert "instead of data.read_ahead_mib = 64" in warning
 
 
 @pytest.mark.slow
@@ -106,13 +106,13 @@ def test_a_run_on_a_dataset_in_googles_store_ends_with_the_bits_of_the_folders(
     assert result["weights_sha256"] == weights
 
 
-def train_until_asked(spec: RunSpec, environment: dict[str, str], asked: Path) -> dict[str, Any] | None:
-    """``train_on_this_rank``, which is asked to stop, as by one Ctrl-C, once the file ``asked`` is there."""
+def train_until_stopped(spec: RunSpec, environment: dict[str, str], stop_file: Path) -> dict[str, Any] | None:
+    """``train_on_this_rank`` with one request to stop, as by Ctrl-C, once ``stop_file`` exists."""
     os.environ.update(environment)
     stop = StopRequest()
 
     def look() -> None:
-        while not asked.exists():
+        while not stop_file.exists():
             time.sleep(0.05)
         stop.made = True
 
@@ -120,8 +120,8 @@ def train_until_asked(spec: RunSpec, environment: dict[str, str], asked: Path) -
     return train_on_this_rank(spec, stop=stop)
 
 
-def asking_in_each_step(spec: RunSpec, url: str, folder: Path) -> RunSpec:
-    """The run in ``folder``, with a cache that keeps nothing, so that each step asks the store; it saves at its end only."""
+def reading_in_each_step(spec: RunSpec, url: str, folder: Path) -> RunSpec:
+    """The run in ``folder``, with a cache that keeps nothing, so that each step reads from the store; it saves at its end only."""
     spec = in_store(spec, url, folder / "cache", cache_gib=1e-9, read_ahead_mib=0.0)
     return dataclasses.replace(
         spec,
@@ -136,7 +136,7 @@ def test_one_request_to_stop_is_enough_while_a_store_is_away_and_the_step_before
     ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
 ) -> None:
     spec, weights = undisturbed
-    spec = asking_in_each_step(spec, url, tmp_path)
+    spec = reading_in_each_step(spec, url, tmp_path)
     with faulty_proxy(s3_server.port, Faults(latency_s=0.2), seed=7) as proxy:
 
         def lose_the_store_and_ask() -> None:
@@ -147,7 +147,7 @@ def test_one_request_to_stop_is_enough_while_a_store_is_away_and_the_step_before
 
         thread = threading.Thread(target=lose_the_store_and_ask, daemon=True)
         thread.start()
-        (result,) = ranks.run(1, train_until_asked, spec, s3_server.behind(proxy.port), tmp_path / "asked")
+        (result,) = ranks.run(1, train_until_stopped, spec, s3_server.behind(proxy.port), tmp_path / "asked")
         thread.join()
     assert result is None
     *_, stopped = (event.body for event in read_events(tmp_path / "run" / "events.jsonl"))
@@ -165,7 +165,7 @@ def test_a_rank_whose_store_refuses_its_samples_saves_what_it_has_done_before_it
     ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
 ) -> None:
     spec, weights = undisturbed
-    spec = asking_in_each_step(spec, url, tmp_path)
+    spec = reading_in_each_step(spec, url, tmp_path)
     with faulty_proxy(s3_server.port, Faults(latency_s=0.2), seed=7) as proxy:
 
         def refuse() -> None:
@@ -186,25 +186,25 @@ def test_a_rank_whose_store_refuses_its_samples_saves_what_it_has_done_before_it
 
 
 def train_impatiently(
-    spec: RunSpec, environments: Sequence[dict[str, str]], asked: Path
+    spec: RunSpec, environments: Sequence[dict[str, str]], stop_file: Path
 ) -> dict[str, Any] | None:
-    """``train_until_asked`` with an environment for each rank, where a wait for samples is told of after half a second."""
+    """``train_until_stopped`` with an environment for each rank, where a wait for samples is reported after half a second."""
     import torch.distributed as dist
 
     told_after_s = Prefetch.__init__.__kwdefaults__["told_first_s"]
     Prefetch.__init__.__kwdefaults__["told_first_s"] = 0.5
     try:
-        return train_until_asked(spec, environments[dist.get_rank()], asked)
+        return train_until_stopped(spec, environments[dist.get_rank()], stop_file)
     finally:
         Prefetch.__init__.__kwdefaults__["told_first_s"] = told_after_s
 
 
 @pytest.mark.slow
-def test_several_ranks_that_are_asked_to_stop_once_while_a_store_is_away_save_when_it_is_back_and_can_go_on(
+def test_several_ranks_that_are_stopped_once_while_a_store_is_away_save_when_it_is_back_and_can_go_on(
     ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
 ) -> None:
     spec, weights = undisturbed
-    spec = asking_in_each_step(spec, url, tmp_path)
+    spec = reading_in_each_step(spec, url, tmp_path)
     events = tmp_path / "run" / "events.jsonl"
     with faulty_proxy(s3_server.port, Faults(latency_s=0.2), seed=7) as proxy:
 
@@ -219,7 +219,7 @@ def test_several_ranks_that_are_asked_to_stop_once_while_a_store_is_away_save_wh
 
         thread = threading.Thread(target=lose_the_store_ask_and_bring_it_back, daemon=True)
         thread.start()
-        # The second rank loses nothing: it would wait in the first one's place, and the first, which tells, in a collective.
+        # The second rank loses nothing: it would wait in the first one's place, and the first, which reports, in a collective.
         environments = [s3_server.behind(proxy.port), dict(s3_server.environment)]
         results = ranks.run(2, train_impatiently, spec, environments, tmp_path / "asked")
         thread.join()
@@ -236,7 +236,7 @@ def test_several_ranks_that_are_asked_to_stop_once_while_a_store_is_away_save_wh
 
 
 @pytest.mark.slow
-def test_eight_ranks_of_one_tensor_group_ask_for_each_block_once(
+def test_eight_ranks_of_one_tensor_group_request_each_block_once(
     ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
 ) -> None:
     spec = in_store(undisturbed[0], url, tmp_path / "cache")
@@ -249,17 +249,17 @@ def test_eight_ranks_of_one_tensor_group_ask_for_each_block_once(
     )
     with faulty_proxy(s3_server.port, Faults(), seed=7) as proxy:
         ranks.run(8, train_with_environment, spec, s3_server.behind(proxy.port))
-        blocks = {asked: count for asked, count in proxy.asked.items() if "range:" in asked}
+        blocks = {request: count for request, count in proxy.asked.items() if "range:" in request}
     assert len(blocks) > 1
     assert set(blocks.values()) == {1}
 
 
-def test_where_the_dataset_lies_is_the_fleets_business(undisturbed: tuple[RunSpec, str]) -> None:
+def test_the_place_of_the_dataset_belongs_to_the_fleet(undisturbed: tuple[RunSpec, str]) -> None:
     spec, _ = undisturbed
     assert identity(in_store(spec, "s3://bucket/set", Path("cache"), timeout_s=5.0)) == identity(spec)
 
 
-def test_events_say_what_came_from_the_store_and_what_from_the_cache(
+def test_events_record_what_came_from_the_store_and_what_from_the_cache(
     ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
 ) -> None:
     spec = in_store(undisturbed[0], url, tmp_path / "cache")

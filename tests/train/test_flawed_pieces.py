@@ -46,8 +46,8 @@ def test_pieces_change_no_more_than_rounding(ranks: Ranks, pieces: str, model: s
     # Without biases of keys, whose gradients cancel but for rounding.
     without_biases = {"qkv_bias": False, "attention_bias": False}
     spec = run_in_pieces(model_in(pieces, model, **without_biases))
-    whole = dataclasses.replace(spec, model=resolve(model_in("whole", model, **without_biases)))
-    cut, uncut = (merged(ranks.run(1, steps_on_this_rank, each, 1)) for each in (spec, whole))
+    uncut_spec = dataclasses.replace(spec, model=resolve(model_in("whole", model, **without_biases)))
+    cut, uncut = (merged(ranks.run(1, steps_on_this_rank, each, 1)) for each in (spec, uncut_spec))
     assert worst_error(cut, uncut) <= ROUNDING
 
 
@@ -63,13 +63,13 @@ def together(count: int, _: Any) -> list[range]:
 def lanes_at_once(self: LanedLayer, inputs: tuple[Tensor, ...], context: tuple[Any, ...]) -> Iterator[Tensor]:
     """``LanedLayer._results`` that computes the heads, or inner elements, of all lanes of a rank together."""
     owners = [(parameter.owner, parameter.attribute) for parameter in self.parameters]
-    whole = [
+    full_weights = [
         parameter.owner.get_parameter(parameter.attribute)
         if parameter.shared is None
         else parameter.shared.now()[0]
         for parameter in self.parameters
     ]
-    yield self.result(owners, [whole], inputs, *context)
+    yield self.result(owners, [full_weights], inputs, *context)
 
 
 def from_the_end(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
@@ -93,7 +93,7 @@ def keys_in_two_blocks(tile: int, count: int, seq: int, window: int) -> Iterator
 
 
 def without_runs(leaves: Sequence[LaneLeaves], upstream: Sequence[Tensor]) -> list[Tensor]:
-    """``_added`` that adds a rank's tiles before it asks its neighbors for their lanes."""
+    """``_added`` that adds a rank's tiles before it exchanges lanes with its neighbors."""
     return _added([dataclasses.replace(part, runs=1) for part in leaves], upstream)
 
 
@@ -155,11 +155,11 @@ OF_BOTH: dict[str, tuple[int, int, Flaw]] = {
 )
 def test_a_flaw_in_any_part_of_lanes_changes_the_bits(ranks: Ranks, flaw: str) -> None:
     model = model_in("lanes", "mixture" if flaw in ("tokens of experts", "router") else "dense")
-    one, four = (
+    on_one_rank, on_four_ranks = (
         merged(ranks.run(tensor, flawed_step, run_in_pieces(model, divided(model, tensor)), OF_LANES[flaw]))
         for tensor in (1, 4)
     )
-    assert not same(one, four)
+    assert not same(on_one_rank, on_four_ranks)
 
 
 @pytest.fixture(scope="module")

@@ -72,12 +72,12 @@ def for_the_suite(model: str, most_ranks: int) -> list[object]:
 def named(case: tuple[int, ParallelSpec]) -> str:
     ranks, parallel = case
     default = ParallelSpec()
-    told = (
+    changes = (
         f"{field.name}={getattr(parallel, field.name)}"
         for field in dataclasses.fields(parallel)
         if getattr(parallel, field.name) != getattr(default, field.name)
     )
-    return f"{ranks} ranks, {', '.join(told)}"
+    return f"{ranks} ranks, {', '.join(changes)}"
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +96,18 @@ def check(
     count: int,
     parallel: ParallelSpec,
 ) -> None:
-    found = merged(ranks.run(count, steps_on_this_rank, tiny(MODELS[model], parallel), STEPS))
-    assert worst_error(found, references[model, ParallelSpec()]) <= GOAL
+    result = merged(ranks.run(count, steps_on_this_rank, tiny(MODELS[model], parallel), STEPS))
+    assert worst_error(result, references[model, ParallelSpec()]) <= GOAL
     # Bits may depend on how sums are split, but on nothing that the fleet decides.
     division = dataclasses.replace(
         parallel, sharding="zero3", shard_ranks=0, pipeline=1, pipeline_schedule="1f1b"
     )
-    same = references.setdefault((model, division), found)
-    assert (found.losses, found.norms, found.weights_sha256) == (same.losses, same.norms, same.weights_sha256)
+    same = references.setdefault((model, division), result)
+    assert (result.losses, result.norms, result.weights_sha256) == (
+        same.losses,
+        same.norms,
+        same.weights_sha256,
+    )
 
 
 @pytest.mark.parametrize("case", for_the_suite("dense", 4), ids=named)
@@ -154,11 +158,11 @@ def test_norms_on_both_sides_of_a_layer_are_the_same_on_ranks_that_share_its_seq
 ) -> None:
     # Without biases of keys, whose gradients cancel but for rounding.
     model = dataclasses.replace(DENSE, layers=2, norm_placement="both", qkv_bias=False)
-    one, two = (
+    alone, two = (
         merged(ranks.run(count, steps_on_this_rank, tiny(model, layout), STEPS))
         for count, layout in ((1, ParallelSpec()), (2, parallel))
     )
-    assert worst_error(two, one) <= GOAL
+    assert worst_error(two, alone) <= GOAL
 
 
 @pytest.mark.parametrize(
@@ -175,11 +179,11 @@ def test_tensor_ranks_that_share_a_key_head_compute_what_one_process_computes(
 ) -> None:
     # Without biases of keys, whose gradients cancel but for rounding.
     model = dataclasses.replace(DENSE, layers=2, kv_heads=key_heads, qkv_bias=False)
-    one, four = (
+    alone, four = (
         merged(ranks.run(count, steps_on_this_rank, tiny(model, layout), STEPS))
         for count, layout in ((1, ParallelSpec()), (4, parallel))
     )
-    assert worst_error(four, one) <= GOAL
+    assert worst_error(four, alone) <= GOAL
 
 
 @pytest.mark.parametrize("case", for_the_suite("mixture", 4), ids=named)
@@ -208,21 +212,21 @@ def test_a_mixture_of_experts_is_the_same_on_every_layout(
 def test_experts_dealt_over_any_number_of_ranks_have_the_same_bits(
     ranks: Ranks, compute: Literal["fp32", "bf16"], layouts: tuple[ParallelSpec, ...]
 ) -> None:
-    found = set()
+    outcomes = set()
     model = dataclasses.replace(MIXTURE, layers=4 if any(each.pipeline > 1 for each in layouts) else 2)
     for parallel in layouts:
         spec = tiny(model, parallel)
         train = dataclasses.replace(spec.train, expert_sums="slot")
         spec = dataclasses.replace(spec, train=train, precision=PrecisionSpec(compute=compute))
-        whole = merged(ranks.run(4, steps_on_this_rank, spec, 2))
-        found.add((whole.losses, whole.norms, whole.weights_sha256))
-    assert len(found) == 1
+        result = merged(ranks.run(4, steps_on_this_rank, spec, 2))
+        outcomes.add((result.losses, result.norms, result.weights_sha256))
+    assert len(outcomes) == 1
 
 
 def test_weight_gradients_that_are_put_off_have_the_same_bits_where_a_slot_is_one_micro_batch_in_bf16(
     ranks: Ranks,
 ) -> None:
-    found = set()
+    outcomes = set()
     for schedule in ("1f1b", "zbv"):
         spec = tiny(DENSE, ParallelSpec(pipeline=2, pipeline_schedule=schedule))  # type: ignore[arg-type]
         spec = dataclasses.replace(
@@ -230,9 +234,9 @@ def test_weight_gradients_that_are_put_off_have_the_same_bits_where_a_slot_is_on
             train=dataclasses.replace(spec.train, micro_batch_size=2),
             precision=PrecisionSpec(compute="bf16"),
         )
-        whole = merged(ranks.run(4, steps_on_this_rank, spec, 1))
-        found.add((whole.losses, whole.norms, whole.weights_sha256))
-    assert len(found) == 1
+        result = merged(ranks.run(4, steps_on_this_rank, spec, 1))
+        outcomes.add((result.losses, result.norms, result.weights_sha256))
+    assert len(outcomes) == 1
 
 
 @st.composite

@@ -41,7 +41,7 @@ def mixture(datasets: dict[str, Path], run_dir: Path, steps: int = 6) -> RunSpec
 def prepared(spec: RunSpec) -> None:
     import os
 
-    os.close(prepare_run(spec, Path("child.toml"), lambda _what, _done, _total: None).lock_fd)
+    os.close(prepare_run(spec, Path("child.toml"), lambda _label, _done, _total: None).lock_fd)
 
 
 def child_of(parent: Path, run_dir: Path, *overrides: str, step: int | None = None) -> RunSpec:
@@ -96,7 +96,7 @@ def test_a_run_broken_off_goes_on_with_the_same_weights_on_another_fleet(
     assert [result[figure] for figure in FIGURES] == [reference[1][figure] for figure in FIGURES]
 
 
-def test_an_evaluation_says_the_loss_of_each_source(reference: tuple[Path, dict[str, Any]]) -> None:
+def test_an_evaluation_has_the_loss_of_each_source(reference: tuple[Path, dict[str, Any]]) -> None:
     events = read_events(reference[0] / "events.jsonl")
     last = [event.body for event in events if isinstance(event.body, Evaluated)][-1]
     assert sorted(last.sources) == ["names", "places", "words"]
@@ -116,13 +116,13 @@ def test_other_weights_give_other_bits(
 def test_a_child_run_whose_stages_were_added_is_the_run_that_had_them_from_the_start(
     ranks: Ranks, datasets: dict[str, Path], reference: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    whole = mixture(datasets, tmp_path / "whole", steps=8)
+    from_start = mixture(datasets, tmp_path / "whole", steps=8)
     sources = tuple(
         replace(source, weights=(*source.weights, float(number)))
-        for number, source in enumerate(whole.data.sources)
+        for number, source in enumerate(from_start.data.sources)
     )
-    whole = replace(whole, data=replace(whole.data, stages=(0, 3, 6), sources=sources))
-    undisturbed = ranks.run(2, train_on_this_rank, whole)[0]
+    from_start = replace(from_start, data=replace(from_start.data, stages=(0, 3, 6), sources=sources))
+    undisturbed = ranks.run(2, train_on_this_rank, from_start)[0]
     added = [f"data.sources.{source.name}.weights={list(source.weights)}" for source in sources]
     child = child_of(
         reference[0], tmp_path / "child", "train.steps=8", "data.stages=[0, 3, 6]", *added, step=6
@@ -135,18 +135,19 @@ def test_a_child_run_with_a_new_source_is_the_run_that_had_it_without_weight_fro
     ranks: Ranks, datasets: dict[str, Path], reference: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     more = {**datasets, "more": make_dataset(tmp_path / "more", "m")}
-    whole = mixture(more, tmp_path / "whole", steps=8)
+    from_start = mixture(more, tmp_path / "whole", steps=8)
     weights = {
         "words": (0.5, 1.0, 1.0),
         "names": (1.5, 1.0, 0.0),
         "places": (2.5, 1.0, 1.0),
         "more": (0.0, 0.0, 2.0),
     }
-    sources = tuple(replace(source, weights=weights[source.name]) for source in whole.data.sources)
-    whole = replace(whole, data=replace(whole.data, stages=(0, 3, 6), sources=sources))
-    undisturbed = ranks.run(2, train_on_this_rank, whole)[0]
+    sources = tuple(replace(source, weights=weights[source.name]) for source in from_start.data.sources)
+    from_start = replace(from_start, data=replace(from_start.data, stages=(0, 3, 6), sources=sources))
+    undisturbed = ranks.run(2, train_on_this_rank, from_start)[0]
     listed = ", ".join(
-        f'{{name="{one.name}", path="{one.path}", weights={list(one.weights)}, epochs=0}}' for one in sources
+        f'{{name="{source.name}", path="{source.path}", weights={list(source.weights)}, epochs=0}}'
+        for source in sources
     )
     changes = ["train.steps=8", "data.stages=[0, 3, 6]", f"data.sources=[{listed}]"]
     child = child_of(reference[0], tmp_path / "child", *changes, step=6)

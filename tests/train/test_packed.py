@@ -114,7 +114,7 @@ def test_another_sequence_length_than_that_of_the_records_is_refused_by_name(
     spec = packed_run(datasets[64], tmp_path / "run", 64)
     spec = replace(spec, train=replace(spec.train, seq_len=32))
     with pytest.raises(RunFileError) as refused:
-        prepare_run(spec, Path("packed.toml"), lambda _what, _done, _total: None)
+        prepare_run(spec, Path("packed.toml"), lambda _label, _done, _total: None)
     assert [problem.path for problem in refused.value.problems] == ["train.seq_len"]
 
 
@@ -124,7 +124,7 @@ def losses_ahead(depth: int) -> tuple[list[float], list[float]]:
     edges = list(itertools.accumulate(lengths, initial=0))
     tokens = torch.randint(0, end, (edges[-1] + 10 + 1,), generator=torch.Generator().manual_seed(3))
     tokens[[edge - 1 for edge in edges[1:]]] = end
-    tokens[edges[-1] :] = end  # what fills up a record
+    tokens[edges[-1] :] = end  # padding of a record
     spec = RunSpec(
         model=ModelSpec(vocab_size=64, layers=1, dim=16, heads=2, kv_heads=2, ffn_dim=16, mtp_depth=depth),
         train=TrainSpec(document_mask=True, targets_within_documents=True, end_of_document=end),
@@ -164,16 +164,16 @@ def test_predictions_ahead_lose_on_packed_documents_what_they_lose_on_each_alone
 
 
 @pytest.mark.parametrize(
-    ("asked", "marked", "found"),
+    ("mask_field", "marked", "expected"),
     [
         (None, True, True),
         (False, True, False),
-        (None, False, False),  # prepared before datasets said so: runs on it stay what they are
+        (None, False, False),  # prepared before datasets recorded it: runs on it stay what they are
         (True, False, True),
     ],
 )
-def test_attention_stays_within_documents_by_default_if_the_dataset_says_so(
-    datasets: dict[int, Path], tmp_path: Path, asked: bool | None, marked: bool, found: bool
+def test_attention_stays_within_documents_by_default_if_the_dataset_records_it(
+    datasets: dict[int, Path], tmp_path: Path, mask_field: bool | None, marked: bool, expected: bool
 ) -> None:
     dataset = tmp_path / "dataset"
     shutil.copytree(datasets[64], dataset)
@@ -184,14 +184,14 @@ def test_attention_stays_within_documents_by_default_if_the_dataset_says_so(
         assert "document_mask" not in old.to_json()
         assert old.fingerprint == index.fingerprint
         (dataset / "index.json").write_text(old.to_json())
-    spec = packed_run(dataset, tmp_path / "run", 64, mask=asked)
-    assert spec.train.document_mask is found
-    assert identity(spec) == identity(packed_run(datasets[64], tmp_path / "run", 64, mask=found))
+    spec = packed_run(dataset, tmp_path / "run", 64, mask=mask_field)
+    assert spec.train.document_mask is expected
+    assert identity(spec) == identity(packed_run(datasets[64], tmp_path / "run", 64, mask=expected))
     notes = [note for note in start_notes(spec, read_index(dataset)) if "attention crosses" in note]
-    assert bool(notes) is not found
+    assert bool(notes) is not expected
 
 
-def test_a_joined_dataset_and_a_file_that_says_nothing_have_no_mask_and_the_identity_that_they_had(
+def test_a_joined_dataset_and_a_file_without_the_field_have_no_mask_and_the_identity_that_they_had(
     tmp_path: Path,
 ) -> None:
     dataset = tmp_path / "joined"
@@ -204,13 +204,13 @@ def test_a_joined_dataset_and_a_file_that_says_nothing_have_no_mask_and_the_iden
     assert identity(without) == identity(resolved)
 
 
-def test_targets_within_documents_of_a_joined_stream_are_asked_for_by_the_field(
+def test_targets_within_documents_of_a_joined_stream_are_set_by_the_field(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     dataset = tmp_path / "joined"
     prepare(DOCUMENTS, dataset, tokenizer="bytes", held_out_fraction=0.2)
     within = tiny_run(dataset, tmp_path / "within", steps=2, targets_within_documents=True)
     across = tiny_run(dataset, tmp_path / "across", steps=2)
-    one, other = (trained(ranks, 2, spec) for spec in (within, across))
-    assert one["weights_sha256"] != other["weights_sha256"]
-    assert one["tokens"] < other["tokens"] == 2 * 16 * 24
+    inside, crossing = (trained(ranks, 2, spec) for spec in (within, across))
+    assert inside["weights_sha256"] != crossing["weights_sha256"]
+    assert inside["tokens"] < crossing["tokens"] == 2 * 16 * 24

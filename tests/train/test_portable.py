@@ -43,8 +43,8 @@ def weights(
 def test_every_number_of_ranks_has_the_weights_that_are_written_down(
     dataset: Path, tmp_path: Path, compute: str
 ) -> None:
-    found = {weights(dataset, tmp_path / f"{ranks}", ranks, compute=compute) for ranks in (1, 2)}
-    assert {digest[:16] for digest in found} == {WEIGHTS[compute]}
+    hashes = {weights(dataset, tmp_path / f"{ranks}", ranks, compute=compute) for ranks in (1, 2)}
+    assert {digest[:16] for digest in hashes} == {WEIGHTS[compute]}
 
 
 @pytest.mark.slow

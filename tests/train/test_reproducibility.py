@@ -101,9 +101,9 @@ def train_with_slots_added_in_order_of_arrival(spec: Any) -> Any:
 
     def arrive(self: Any, _node: Any, value: Any) -> None:
         if self.nodes:
-            ((_, held),) = list(self.nodes.items())
+            ((_, partial_sum),) = list(self.nodes.items())
             self.nodes.clear()
-            value = self.add(held, value)
+            value = self.add(partial_sum, value)
         self.nodes[self.root_node] = value
 
     SlotTree.push = lambda self, _slot, value: arrive(self, None, value)  # type: ignore[assignment,method-assign]
@@ -128,7 +128,7 @@ def machines_where_one_rank_sees_none(nowhere: Path) -> int:
     return mesh.find_machines(torch.device("cpu"), boot_id).ranks_each
 
 
-def test_a_rank_that_cannot_tell_its_machine_keeps_nobody_waiting(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_read_its_machine_keeps_nobody_waiting(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, machines_where_one_rank_sees_none, tmp_path / "none") == [0, 0]
 
 

@@ -1,4 +1,4 @@
-"""One table of the promise: a run in lanes or context tiles has the same bits on every layout, whatever changes about its fleet.
+"""One table of the promise: a run in lanes or context tiles has the same bits on every layout and fleet.
 
 Rows are runs (a model, its pieces, a format), columns are layouts and what else a fleet may change. The suite tries cells in which every
 choice occurs; the slow tests try cells in which every two choices meet. Each run is compared with itself on one rank, trained once.
@@ -176,8 +176,8 @@ def test_a_run_in_pieces_has_the_same_bits_on_every_layout(
     spec = cell.on_its_layout()
     if cell.change == "offload to files":
         spec = replace_at(spec, "memory.offload_path", str(tmp_path / "offload"))
-    whole = merged(ranks.run(cell.ranks, steps_on_this_rank, spec, cell.steps))
-    assert same(whole, alone(cell.run(), cell.steps))
+    result = merged(ranks.run(cell.ranks, steps_on_this_rank, spec, cell.steps))
+    assert same(result, alone(cell.run(), cell.steps))
 
 
 @pytest.mark.parametrize(
@@ -186,11 +186,11 @@ def test_a_run_in_pieces_has_the_same_bits_on_every_layout(
 def test_a_narrow_product_has_the_scales_of_its_lane(ranks: Ranks, matmul: str) -> None:
     model = ModelSpec(layers=1, dim=128, heads=2, ffn_dim=128, vocab_size=61, lanes=2)
     specs = [run_in_pieces(model, ParallelSpec(tensor=tensor), "bf16") for tensor in (1, 2)]
-    one, two = (
+    on_one_rank, on_two_ranks = (
         merged(ranks.run(count, steps_on_this_rank, replace_at(spec, "precision.matmul", matmul), 1))
         for count, spec in enumerate(specs, 1)
     )
-    assert same(one, two)
+    assert same(on_one_rank, on_two_ranks)
 
 
 def widths_of_bins(spec: RunSpec) -> set[int]:
@@ -236,7 +236,7 @@ def test_experts_that_serve_several_slots_at_once_keep_the_bits(
             spec.train, batch_size=4 * 2 * spec.train.micro_batch_size, slots=4, expert_sums="slot"
         )
         wholes.append(merged(ranks.run(count, steps_on_this_rank, dataclasses.replace(spec, train=train), 1)))
-    assert all(same(whole, wholes[0]) for whole in wholes[1:])
+    assert all(same(other, wholes[0]) for other in wholes[1:])
 
 
 @pytest.mark.slow
@@ -278,8 +278,8 @@ def test_eight_ranks_have_the_bits_of_one_in_lanes_and_tiles(
 ) -> None:
     cut = model_in("lanes and tiles", model)
     spec = run_in_pieces(cut, divided(cut, tensor, context), compute)
-    whole = merged(ranks.run(8, steps_on_this_rank, spec, 1))
-    assert same(whole, alone(run_in_pieces(cut, compute=compute), 1))
+    result = merged(ranks.run(8, steps_on_this_rank, spec, 1))
+    assert same(result, alone(run_in_pieces(cut, compute=compute), 1))
 
 
 STARTS: dict[str, tuple[dict[str, int], tuple[tuple[int, dict[str, int], int | None], ...]]] = {

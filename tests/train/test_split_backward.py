@@ -1,4 +1,4 @@
-"""Zero-bubble schedules change no bit of a run whose activations are computed again, whatever stands between a weight and its products.
+"""Zero-bubble schedules change no bit of a run whose activations are computed again, also if other operations are between a weight and its products.
 
 Lanes, context tiles and tensor ranks let layers multiply with what derives from a weight while a block runs, and with the weight itself
 when it is computed again; both times the same gradients must be put off.
@@ -69,5 +69,5 @@ def test_gradients_that_are_put_off_have_the_same_bits_where_activations_are_com
     parallel = dataclasses.replace(axes, pipeline=2, pipeline_schedule=schedule)
     staged = spec_of(cut_model, parallel, recompute)
     assert layout_problems(staged, 2 * tensor) == []
-    found = merged(ranks.run(2 * tensor, steps_on_this_rank, staged, 1))
-    assert same(found, merged(ranks.run(tensor, steps_on_this_rank, alone, 1)))
+    result = merged(ranks.run(2 * tensor, steps_on_this_rank, staged, 1))
+    assert same(result, merged(ranks.run(tensor, steps_on_this_rank, alone, 1)))

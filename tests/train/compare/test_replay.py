@@ -39,7 +39,7 @@ def replayed(spec: RunSpec, order: ReplayOrder, fault: Fault | None = None) -> R
 
 
 def together(seen: list[RankReplay]) -> Replay:
-    return Replay(seen[0].layout, [one.observed for one in seen], seen[0].numbers)
+    return Replay(seen[0].layout, [rank_replay.observed for rank_replay in seen], seen[0].numbers)
 
 
 def on(ranks: Ranks, count: int, spec: RunSpec, order: ReplayOrder, fault: Fault | None = None) -> Replay:
@@ -48,7 +48,7 @@ def on(ranks: Ranks, count: int, spec: RunSpec, order: ReplayOrder, fault: Fault
 
 @pytest.fixture(scope="module")
 def spec(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
-    """A run with two micro-batches to a slot, which a witness must tell apart."""
+    """A run with two micro-batches to a slot, which a witness must distinguish."""
     return tiny_run(dataset, tmp_path_factory.mktemp("replay") / "run", micro_batch_size=1)
 
 
@@ -63,14 +63,29 @@ def healthy(ranks: Ranks, spec: RunSpec) -> Replay:
 def test_layouts_that_only_hold_the_model_differently_agree_in_everything(
     count: int, sharding: str, ranks: Ranks, spec: RunSpec, healthy: Replay
 ) -> None:
-    found = compare_replays(healthy, on(ranks, count, on_layout(spec, sharding, 0), ReplayOrder(to_step=2)))
-    assert found.parting is None
-    assert found.left_out == ()
-    modules = {one.name for seen in healthy.observed for one in seen if one.moment == "forward"}
+    comparison = compare_replays(
+        healthy, on(ranks, count, on_layout(spec, sharding, 0), ReplayOrder(to_step=2))
+    )
+    assert comparison.parting is None
+    assert comparison.left_out == ()
+    modules = {
+        observation.name
+        for seen in healthy.observed
+        for observation in seen
+        if observation.moment == "forward"
+    }
     assert {"embedding", "blocks.1.attention", "blocks.1.ffn", "norm", "the loss"} <= modules
-    assert {one.micro_batch for seen in healthy.observed for one in seen if one.moment == "forward"} == {0, 1}
-    assert found.observations == len(healthy.observed[0])
-    weights = [{one.name for one in healthy.observed[0] if one.moment == moment} for moment in GRADIENTS]
+    assert {
+        observation.micro_batch
+        for seen in healthy.observed
+        for observation in seen
+        if observation.moment == "forward"
+    } == {0, 1}
+    assert comparison.observations == len(healthy.observed[0])
+    weights = [
+        {observation.name for observation in healthy.observed[0] if observation.moment == moment}
+        for moment in GRADIENTS
+    ]
     assert weights[0] == weights[1] != set()
 
 
@@ -115,15 +130,15 @@ def replayed_with_a_wrong_gather(spec: RunSpec, order: ReplayOrder) -> RankRepla
 
 
 def parting_of(healthy: Replay, other: Replay) -> Parting:
-    found = compare_replays(healthy, other).parting
-    assert found is not None
-    return found
+    parting = compare_replays(healthy, other).parting
+    assert parting is not None
+    return parting
 
 
 def test_a_flipped_bit_is_named_by_weight_and_rank(ranks: Ranks, spec: RunSpec, healthy: Replay) -> None:
     sick = on(ranks, 2, spec, ReplayOrder(to_step=2), flip_a_bit_of_one_rank)
-    found = parting_of(healthy, sick)
-    assert (found.step, found.moment, found.name) == (2, "weight", "blocks.1.ffn.up.weight")
+    parting = parting_of(healthy, sick)
+    assert (parting.step, parting.moment, parting.name) == (2, "weight", "blocks.1.ffn.up.weight")
     same_cut = parting_of(on(ranks, 2, spec, ReplayOrder(to_step=2)), sick)
     assert str(same_cut) == "step 2, before the step, weight blocks.1.ffn.up.weight: rank 1 of A, rank 1 of B"
 
@@ -132,26 +147,26 @@ def test_a_flipped_bit_in_one_of_several_copies_is_named_without_an_equal_layout
     ranks: Ranks, spec: RunSpec, healthy: Replay
 ) -> None:
     copies = on_layout(spec, "none", 0)
-    found = parting_of(healthy, on(ranks, 2, copies, ReplayOrder(to_step=2), flip_a_bit_of_one_rank))
+    parting = parting_of(healthy, on(ranks, 2, copies, ReplayOrder(to_step=2), flip_a_bit_of_one_rank))
     assert (
-        str(found)
+        str(parting)
         == "step 2, before the step, weight blocks.1.ffn.up.weight: rank 1 of B not as its other ranks"
     )
 
 
 def test_another_kernel_is_named_by_module_and_rank(ranks: Ranks, spec: RunSpec, healthy: Replay) -> None:
     sick = on(ranks, 2, spec, ReplayOrder(to_step=1), multiply_in_another_order)
-    found = parting_of(healthy, sick)
-    assert (found.step, found.moment, found.name) == (1, "forward", "blocks.0.attention.value")
-    assert (found.slot, found.ranks) == (1, ((0,), (1,)))  # slots are dealt in turn
+    parting = parting_of(healthy, sick)
+    assert (parting.step, parting.moment, parting.name) == (1, "forward", "blocks.0.attention.value")
+    assert (parting.slot, parting.ranks) == (1, ((0,), (1,)))  # slots are dealt in turn
 
 
 def test_a_wrong_collective_is_named_by_module_and_rank(ranks: Ranks, spec: RunSpec, healthy: Replay) -> None:
     sick = together(ranks.run(2, replayed_with_a_wrong_gather, spec, ReplayOrder(to_step=2)))
-    found = parting_of(healthy, sick)
-    assert (found.step, found.moment) == (2, "forward")
-    assert found.name.startswith("blocks.0.")
-    assert (found.slot, found.ranks) == (1, ((0,), (1,)))
+    parting = parting_of(healthy, sick)
+    assert (parting.step, parting.moment) == (2, "forward")
+    assert parting.name.startswith("blocks.0.")
+    assert (parting.slot, parting.ranks) == (1, ((0,), (1,)))
 
 
 class _GradientInAnotherOrder(torch.autograd.Function):
@@ -181,9 +196,9 @@ def test_another_kernel_for_a_weights_gradient_is_named_by_the_rank_that_compute
     ranks: Ranks, spec: RunSpec, healthy: Replay
 ) -> None:
     sick = on(ranks, 2, spec, ReplayOrder(to_step=1), differentiate_in_another_order)
-    found = parting_of(healthy, sick)
-    assert (found.step, found.moment, found.name) == (1, "slot gradient", "blocks.1.ffn.down.weight")
-    assert (found.slot, found.ranks) == (1, ((0,), (1,)))  # not the rank that holds the sum
+    parting = parting_of(healthy, sick)
+    assert (parting.step, parting.moment, parting.name) == (1, "slot gradient", "blocks.1.ffn.down.weight")
+    assert (parting.slot, parting.ranks) == (1, ((0,), (1,)))  # not the rank that holds the sum
 
 
 def replayed_with_a_wrong_exchange(spec: RunSpec, order: ReplayOrder) -> RankReplay:
@@ -203,15 +218,15 @@ def replayed_with_a_wrong_exchange(spec: RunSpec, order: ReplayOrder) -> RankRep
         TreeReduceScatter._exchanged = right  # type: ignore[method-assign]
 
 
-def test_a_wrong_exchange_of_gradients_is_told_from_wrong_gradients(
+def test_a_wrong_exchange_of_gradients_is_distinguished_from_wrong_gradients(
     ranks: Ranks, spec: RunSpec, healthy: Replay
 ) -> None:
     order = ReplayOrder(to_step=1)
     sick = together(ranks.run(2, replayed_with_a_wrong_exchange, spec, order))
-    found = parting_of(on(ranks, 2, spec, order), sick)
-    assert found.moment == "gradient"
-    assert found.name.startswith("blocks.0.")
-    assert found.ranks == ((1,), (1,))
+    parting = parting_of(on(ranks, 2, spec, order), sick)
+    assert parting.moment == "gradient"
+    assert parting.name.startswith("blocks.0.")
+    assert parting.ranks == ((1,), (1,))
     assert parting_of(healthy, sick).moment == "gradient"
 
 
@@ -223,26 +238,26 @@ def test_stages_of_a_pipeline_agree_with_the_whole_model(ranks: Ranks, dataset: 
     untied = tiny_run(dataset, tmp_path / "run", micro_batch_size=1)
     untied = replace_at(untied, "model.tie_embeddings", False)
     order = ReplayOrder(to_step=1)
-    whole = on(ranks, 1, untied, order)
-    found = compare_replays(whole, on(ranks, 2, divided(untied, pipeline=2), order))
-    assert found.parting is None
-    assert found.left_out == ()
+    undivided = on(ranks, 1, untied, order)
+    comparison = compare_replays(undivided, on(ranks, 2, divided(untied, pipeline=2), order))
+    assert comparison.parting is None
+    assert comparison.left_out == ()
     assert {"head.weight", "embedding.weight"} <= {
-        one.name for one in whole.observed[0] if one.moment == "slot gradient"
+        observation.name for observation in undivided.observed[0] if observation.moment == "slot gradient"
     }
 
 
 @pytest.mark.servers
 @pytest.mark.parametrize("degrees", [{"tensor": 2}, {"context": 2}])
-def test_of_layouts_that_divide_the_model_what_lies_whole_is_compared(
+def test_layouts_that_divide_the_model_are_compared_by_their_undivided_tensors(
     degrees: dict[str, int], ranks: Ranks, spec: RunSpec, healthy: Replay
 ) -> None:
-    found = compare_replays(healthy, on(ranks, 2, divided(spec, **degrees), ReplayOrder(to_step=2)))
+    comparison = compare_replays(healthy, on(ranks, 2, divided(spec, **degrees), ReplayOrder(to_step=2)))
     # Sums over tensor ranks and over a ring's pieces are made in another order than on one rank.
-    assert found.parting is not None
-    assert found.parting.name == "blocks.0.attention"
-    assert found.parting.moment == "forward"
-    assert "blocks.0.attention.query" in found.left_out
+    assert comparison.parting is not None
+    assert comparison.parting.name == "blocks.0.attention"
+    assert comparison.parting.moment == "forward"
+    assert "blocks.0.attention.query" in comparison.left_out
 
 
 def test_a_replay_from_a_checkpoint_computes_what_the_run_logged_and_leaves_the_run_alone(
@@ -274,8 +289,8 @@ def test_mixtures_recomputed_layers_and_narrow_formats_can_be_witnessed(
     spec = replace_at(replace_at(spec, "memory.recompute", "full"), "precision.compute", "bf16")
     spec = dataclasses.replace(spec, model=model)
     order = ReplayOrder(to_step=2)
-    found = compare_replays(on(ranks, 1, spec, order), on(ranks, 3, spec, order))
-    assert (found.parting, found.left_out) == (None, ())
+    comparison = compare_replays(on(ranks, 1, spec, order), on(ranks, 3, spec, order))
+    assert (comparison.parting, comparison.left_out) == (None, ())
 
 
 @pytest.mark.parametrize(("count", "sharding"), [(2, "zero3"), (3, "none")])

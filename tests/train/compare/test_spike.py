@@ -54,7 +54,7 @@ def cause(replay: Replay, **wide: Any) -> str:
         (replayed(norm=20.0, **{name: 20 * norm for name, norm in LAYERS.items()}), "rate"),
     ],
 )
-def test_each_cause_is_told_apart(replay: Replay, expected: str) -> None:
+def test_each_cause_is_distinguished(replay: Replay, expected: str) -> None:
     assert cause(replay) == expected
 
 

@@ -1,4 +1,4 @@
-"""What follows from logs and replays: functions on values."""
+"""Verdicts from logs and replays: functions on values."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_the_first_logged_number_whose_bits_differ_is_found(losses: list[float],
     assert first_difference(log(*losses), log(*losses)) == (None, len(losses), len(losses))
     place = data.draw(st.integers(0, len(losses) - 1))
     after = math.nextafter(losses[place], math.inf) if math.isfinite(losses[place]) else 0.0
-    found, last, _ = first_difference(log(*losses), log(*losses[:place], after))
-    assert found is not None
-    assert (found.step, last, list(found.numbers)) == (place + 1, place, ["loss"])
+    difference, last, _ = first_difference(log(*losses), log(*losses[:place], after))
+    assert difference is not None
+    assert (difference.step, last, list(difference.numbers)) == (place + 1, place, ["loss"])
 
 
 def comparison(parts_at: int | None, read: tuple[int, ...]) -> RunComparison:
@@ -54,15 +54,21 @@ def replay(loss: float, value: int = 1) -> Replay:
 
 
 def test_a_run_whose_log_its_replay_does_not_confirm_is_named() -> None:
-    found = judge_replays((replay(2.0), replay(2.0)), (log(1.0, 2.0), log(1.0, 2.5)), (0, 2))
-    (one,) = found.unconfirmed
-    assert (one.run, one.step, one.name, one.logged, one.replayed) == ("B", 2, "loss", 2.5, 2.0)
-    assert "not with what B logged" in found.sentence
+    verdict = judge_replays((replay(2.0), replay(2.0)), (log(1.0, 2.0), log(1.0, 2.5)), (0, 2))
+    (unconfirmed_number,) = verdict.unconfirmed
+    assert (
+        unconfirmed_number.run,
+        unconfirmed_number.step,
+        unconfirmed_number.name,
+        unconfirmed_number.logged,
+        unconfirmed_number.replayed,
+    ) == ("B", 2, "loss", 2.5, 2.0)
+    assert "not with what B logged" in verdict.sentence
 
 
-def test_replays_that_part_say_where() -> None:
-    found = judge_replays((replay(2.0), replay(2.5, 3)), (log(1.0, 2.0), log(1.0, 2.5)), (0, 2))
-    assert found.unconfirmed == ()
-    assert found.sentence == (
+def test_the_sentence_on_replays_that_part_names_the_place() -> None:
+    verdict = judge_replays((replay(2.0), replay(2.5, 3)), (log(1.0, 2.0), log(1.0, 2.5)), (0, 2))
+    assert verdict.unconfirmed == ()
+    assert verdict.sentence == (
         "the replays part at step 2, slot 0, micro-batch 0, forward of norm: rank 0 of A, rank 0 of B"
     )

@@ -1,4 +1,4 @@
-"""The checkpoint of the best evaluation stays, whatever else is deleted."""
+"""The checkpoint of the best evaluation stays when others are deleted."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_evaluations_after_the_best_are_counted_and_nan_is_never_best() -> None:
     assert without_better({}, None) == 0
 
 
-def test_a_run_ends_early_saved_and_with_a_result_that_says_so(ranks: Ranks, run: RunSpec) -> None:
+def test_a_run_ends_early_saved_and_with_a_result_that_records_it(ranks: Ranks, run: RunSpec) -> None:
     (result,) = ranks.run(1, train_on_this_rank, run)
     (body,) = ended(run.run_dir)
     assert (body.step, body.best_step, body.evaluations) == (6, 2, 2)

@@ -125,7 +125,7 @@ def test_a_run_writes_its_samples_at_each_evaluation_with_one_text_on_any_layout
     alone = with_samples(tiny_run(dataset, tmp_path / "alone"))
     (result,) = ranks.run(1, train_on_this_rank, alone)
     other = on_layout(dataclasses.replace(alone, run_dir=str(tmp_path / "four")), "zero2", 2)
-    (one, *_) = ranks.run(4, train_on_this_rank, other)
+    (sharded, *_) = ranks.run(4, train_on_this_rank, other)
     plain = tiny_run(dataset, tmp_path / "plain")
     (without,) = ranks.run(1, train_on_this_rank, plain)
     events = sampled(tmp_path / "alone")
@@ -134,15 +134,15 @@ def test_a_run_writes_its_samples_at_each_evaluation_with_one_text_on_any_layout
     ]
     assert all(0 < len(event.tokens) <= 9 for event in events)
     assert sampled(tmp_path / "four") == events
-    assert result["weights_sha256"] == one["weights_sha256"] == without["weights_sha256"]
+    assert result["weights_sha256"] == sharded["weights_sha256"] == without["weights_sha256"]
 
 
 def test_a_run_that_is_stopped_writes_the_texts_of_one_that_is_not(
     ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
-    whole = with_samples(tiny_run(dataset, tmp_path / "whole"))
-    ranks.run(1, train_on_this_rank, whole)
-    broken = dataclasses.replace(whole, run_dir=str(tmp_path / "broken"))
+    unbroken = with_samples(tiny_run(dataset, tmp_path / "whole"))
+    ranks.run(1, train_on_this_rank, unbroken)
+    broken = dataclasses.replace(unbroken, run_dir=str(tmp_path / "broken"))
     ranks.run(2, train_on_this_rank, broken, 3)
     ranks.run(1, train_on_this_rank, broken)
     assert set(map(str, sampled(tmp_path / "broken"))) == set(map(str, sampled(tmp_path / "whole")))

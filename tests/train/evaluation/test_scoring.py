@@ -80,9 +80,9 @@ def test_vocabulary_rows_on_several_ranks_give_the_same_choices_and_nearly_the_s
     (alone,) = ranks.run(1, scores_on_this_rank, spec)
     divided_spec = dataclasses.replace(spec, parallel=ParallelSpec(tensor=2))
     for scores in ranks.run(2, scores_on_this_rank, divided_spec):
-        for one, other in zip(scores, alone, strict=True):
-            assert one.is_greedy == other.is_greedy
-            assert one.log_probabilities == pytest.approx(other.log_probabilities, abs=1e-5)
+        for score, expected in zip(scores, alone, strict=True):
+            assert score.is_greedy == expected.is_greedy
+            assert score.log_probabilities == pytest.approx(expected.log_probabilities, abs=1e-5)
 
 
 def test_scores_are_the_log_probabilities_of_the_whole_model(ranks: Ranks) -> None:
@@ -126,9 +126,9 @@ def test_a_run_scores_its_tasks_at_each_evaluation_with_one_result_on_any_layout
 
 
 def test_a_run_continues_with_the_copies_of_its_tasks(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:
-    whole = with_tasks(tiny_run(dataset, tmp_path / "whole"), tmp_path / "tasks")
-    ranks.run(1, train_on_this_rank, whole)
-    broken = dataclasses.replace(whole, run_dir=str(tmp_path / "broken"))
+    unbroken = with_tasks(tiny_run(dataset, tmp_path / "whole"), tmp_path / "tasks")
+    ranks.run(1, train_on_this_rank, unbroken)
+    broken = dataclasses.replace(unbroken, run_dir=str(tmp_path / "broken"))
     ranks.run(2, train_on_this_rank, broken, 4)
     for file in (tmp_path / "tasks").iterdir():
         file.unlink()

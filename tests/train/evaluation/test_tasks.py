@@ -48,7 +48,7 @@ def task_of(kind: Kind, *items: Item) -> Task:
     return Task("task", kind, items, "")
 
 
-def test_items_are_read_in_order_and_only_as_many_as_asked_for(tmp_path: Path) -> None:
+def test_items_are_read_in_order_up_to_the_limit(tmp_path: Path) -> None:
     rows = [{"context": f"{n}+1=", "choices": [str(n), str(n + 1)], "answer": 1, "id": n} for n in range(5)]
     path = written(tmp_path, rows[0], "", *rows[1:])
     assert read_task(path, "sums", "choice").items[3] == Item("3+1=", ("3", "4"), 1)
@@ -118,10 +118,10 @@ def test_without_a_context_the_end_of_a_document_stands_before_the_text() -> Non
 def test_a_text_is_scored_once_token_by_token_each_after_the_one_before_it(text: str, seq_len: int) -> None:
     sequences = sequences_of(task_of("text", Item("", (text,))), BYTES, seq_len)
     scored = [token for sequence in sequences for token in sequence.tokens[-sequence.scored :]]
-    whole = [BYTES.end_of_document, *scored]
+    stream = [BYTES.end_of_document, *scored]
     assert scored == BYTES.encode(text)
     pairs = [pair for sequence in sequences for pair in itertools.pairwise(sequence.tokens)]
-    assert pairs == list(itertools.pairwise(whole))
+    assert pairs == list(itertools.pairwise(stream))
     assert all(len(sequence.tokens) <= seq_len + 1 for sequence in sequences)
 
 
@@ -130,8 +130,8 @@ def test_a_context_that_is_too_long_loses_its_beginning() -> None:
     (sequence,) = sequences_of(task_of("completion", item), BYTES, 5)
     assert BYTES.decode(sequence.tokens) == "efghxy"
     assert (sequence.scored, sequence.cut) == (2, True)
-    (whole,) = sequences_of(task_of("completion", item), BYTES, 9)
-    assert (BYTES.decode(whole.tokens), whole.cut) == ("abcdefghxy", False)
+    (uncut,) = sequences_of(task_of("completion", item), BYTES, 9)
+    assert (BYTES.decode(uncut.tokens), uncut.cut) == ("abcdefghxy", False)
 
 
 def test_a_continuation_that_is_longer_than_what_the_model_reads_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""A failing process leaves a typed record, and its launcher shows that and not what else stands in the log."""
+"""A failing process leaves a typed record, and its launcher shows that and no other lines of the log."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_without_a_record_that_can_be_read_the_end_of_the_log_is_shown(
 ) -> None:
     if damage is not None:
         failure_file(log).write_bytes(damage)
-    said = last_words(log, "ended with exit code 1", lines=1)
-    assert said == f"ended with exit code 1; the end of {log}:\nworking"
+    words = last_words(log, "ended with exit code 1", lines=1)
+    assert words == f"ended with exit code 1; the end of {log}:\nworking"
 
 
 def test_a_process_that_left_no_log_either_has_ended_all_the_same(tmp_path: Path) -> None:
@@ -64,8 +64,8 @@ def test_a_disk_that_takes_no_more_does_not_hide_the_error(
 
 def test_a_path_that_is_not_utf8_does_not_hide_the_error(log: Path) -> None:
     report_failure(RunFailedError("cannot read \udcff; rename \udcff", "rename \udcff"), log, 2, 3)
-    found = Failure("RunFailedError", r"cannot read \udcff; rename \udcff", 2, 3, r"rename \udcff")
-    assert read_failure(log) == found
+    expected = Failure("RunFailedError", r"cannot read \udcff; rename \udcff", 2, 3, r"rename \udcff")
+    assert read_failure(log) == expected
 
 
 def test_the_record_of_an_earlier_process_is_removed(log: Path) -> None:

@@ -73,8 +73,13 @@ def test_after_a_bad_batch_the_run_goes_on_as_one_that_left_it_out(
     forked = trained(ranks, 2, spiking)
     skipping = replace_at(in_folder(spiking, tmp_path / "skip"), "train.on_spike", "skip")
     assert forked == trained(ranks, 1, skipping)
-    (begun,), (taken,) = events(spiking, Forked), events(spiking, ChildTaken)
-    assert (begun.step, begun.base, begun.end, begun.candidates) == (SPIKE, BASE, END, ["skip", "rate"])
+    (forked_event,), (taken,) = events(spiking, Forked), events(spiking, ChildTaken)
+    assert (forked_event.step, forked_event.base, forked_event.end, forked_event.candidates) == (
+        SPIKE,
+        BASE,
+        END,
+        ["skip", "rate"],
+    )
     assert (taken.step, taken.candidate, taken.end, taken.rate_scale) == (SPIKE, "skip", END, 1.0)
     children = {child.candidate: child.loss for child in events(spiking, ChildTrained)}
     assert children["skip"] == min(children.values())
@@ -108,7 +113,7 @@ def test_going_back_restores_all_of_the_state(
         spec = replace_at(spec, path, value)
     if "memory.offload_optimizer" in fields:
         spec = replace_at(spec, "memory.offload_path", str(tmp_path / "offload"))
-    # Whichever is taken, the other child was trained on the same ranks before or after it.
+    # The child that is not taken was trained on the same ranks before or after the other one.
     forked = in_folder(spec, tmp_path / "forked")
     forked = dataclasses.replace(forked, spike=dataclasses.replace(FORK, candidates=("continue", "skip")))
     weights = trained(ranks, 2, forked)
@@ -135,8 +140,8 @@ def test_of_a_rate_that_is_too_high_the_lower_one_is_taken_and_kept(
     forked = trained(ranks, 2, fast)
     (taken,) = events(fast, ChildTaken)
     assert (taken.candidate, taken.rate_scale) == ("rate", 0.5)
-    (begun,) = events(fast, Forked)
-    start = DiskTier(tmp_path / "fast" / "checkpoints").folder(begun.base)
+    (forked_event,) = events(fast, Forked)
+    start = DiskTier(tmp_path / "fast" / "checkpoints").folder(forked_event.base)
     branch = replace_at(in_folder(fast, tmp_path / "branch"), "train.on_spike", "continue")
     branch = dataclasses.replace(
         branch,
@@ -233,13 +238,13 @@ def test_a_child_spikes_again_by_a_spike_or_a_step_that_is_not_finite_after_that
 def test_a_run_that_falls_back_to_the_state_before_the_spike_forks_again(
     ranks: Ranks, spiking: RunSpec, tmp_path: Path
 ) -> None:
-    whole = trained(ranks, 1, spiking)
+    undisturbed = trained(ranks, 1, spiking)
     checkpoints = DiskTier(tmp_path / "run" / "checkpoints")
     for step in checkpoints.steps():
         if step >= SPIKE:
             shutil.rmtree(checkpoints.folder(step))
     (tmp_path / "run" / "result.json").unlink()
-    assert trained(ranks, 2, spiking) == whole
+    assert trained(ranks, 2, spiking) == undisturbed
     assert len(events(spiking, ChildTaken)) == 2
 
 
@@ -263,19 +268,19 @@ def test_evaluations_of_states_that_a_fork_left_behind_are_not_the_best(
     forked = forking(spiking, dataclasses.replace(FORK, candidates=("rate",)))
     evaluation = dataclasses.replace(forked.evaluation, every_steps=1, keep_best="loss", stop_after=100)
     trained(ranks, 2, dataclasses.replace(forked, evaluation=evaluation))
-    (begun,) = events(forked, Forked)
-    values = {found.step: found.loss for found in events(forked, Evaluated)}
-    left = range(begun.base + 1, begun.step)
+    (forked_event,) = events(forked, Forked)
+    values = {evaluated.step: evaluated.loss for evaluated in events(forked, Evaluated)}
+    left = range(forked_event.base + 1, forked_event.step)
     assert min(values, key=lambda step: values[step]) in left, "the best of all is of a state left behind"
     kept = set(DiskTier(tmp_path / "run" / "checkpoints").steps())
-    assert not kept & set(left) - {begun.step - 1}
+    assert not kept & set(left) - {forked_event.step - 1}
     own = {step: value for step, value in values.items() if step not in left}
     assert min(own, key=lambda step: own[step]) in kept
 
 
-def test_every_error_that_ends_a_run_is_told_without_a_traceback() -> None:
+def test_every_error_that_ends_a_run_is_reported_without_a_traceback() -> None:
     def kinds(of: type[Exception]) -> list[type[Exception]]:
-        return [kind for one in of.__subclasses__() for kind in (one, *kinds(one))]
+        return [kind for subclass in of.__subclasses__() for kind in (subclass, *kinds(subclass))]
 
     assert ForkFailedError in kinds(RunFailedError)
     assert all(issubclass(kind, known_errors()) for kind in kinds(RunFailedError))
@@ -293,9 +298,9 @@ def test_every_error_that_ends_a_run_is_told_without_a_traceback() -> None:
 def test_a_run_that_is_killed_in_a_fork_takes_the_same_child_on_other_ranks(
     ranks: Ranks, spiking: RunSpec, tmp_path: Path, computed: int
 ) -> None:
-    whole = trained(ranks, 1, in_folder(spiking, tmp_path / "whole"))
+    undisturbed = trained(ranks, 1, in_folder(spiking, tmp_path / "whole"))
     ranks.run(2, train_on_this_rank, spiking, computed)
-    assert trained(ranks, 3, spiking) == whole
+    assert trained(ranks, 3, spiking) == undisturbed
     assert [taken.candidate for taken in events(spiking, ChildTaken)][-1] == "skip"
     again = {child.candidate for child in events(spiking, ChildTrained) if child.again}
     assert again == ({"skip"} if computed == SPIKE + (END - BASE) + 2 else set())
@@ -305,11 +310,11 @@ def test_a_run_that_is_killed_in_a_fork_takes_the_same_child_on_other_ranks(
 def test_a_child_whose_checkpoint_is_damaged_is_trained_again(
     ranks: Ranks, spiking: RunSpec, tmp_path: Path
 ) -> None:
-    whole = trained(ranks, 1, in_folder(spiking, tmp_path / "whole"))
+    undisturbed = trained(ranks, 1, in_folder(spiking, tmp_path / "whole"))
     ranks.run(1, train_on_this_rank, spiking, SPIKE + (END - BASE) + 2)
     (index,) = (tmp_path / "run" / "forks").glob("*/skip/*/checkpoint.json")
     index.write_text(index.read_text()[:-20])
-    assert trained(ranks, 2, spiking) == whole
+    assert trained(ranks, 2, spiking) == undisturbed
     assert not any(child.again for child in events(spiking, ChildTrained))
 
 

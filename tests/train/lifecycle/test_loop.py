@@ -86,7 +86,7 @@ def test_a_step_is_logged_then_evaluated_then_reported_as_saved(finished: Path) 
 
 
 def test_old_checkpoints_are_let_go(finished: Path) -> None:
-    # Whether the first attempt got to say that step 2 was written depends on the disk: it was broken off two steps later.
+    # The disk decides if the first attempt reports that step 2 was written: it was broken off two steps later.
     assert [saved.step for saved in bodies(finished, CheckpointSaved)] in ([2, 4, 6], [4, 6])
     assert DiskTier(finished / "checkpoints").steps() == [2, 4, 6]
 
@@ -113,7 +113,7 @@ def test_the_time_of_redone_steps_is_counted_as_lost(finished: Path) -> None:
     assert result.committed_ns > 0
 
 
-def test_the_result_says_what_one_compares(finished: Path) -> None:
+def test_the_result_has_the_figures_that_runs_are_compared_by(finished: Path) -> None:
     (end,) = bodies(finished, Finished)
     assert {"run_dir", "step", "loss", "tokens_per_s", "mfu", "weights_sha256"} <= end.result.keys()
 
@@ -154,7 +154,7 @@ def test_a_gradient_that_is_not_a_number_stops_the_run_with_the_weights_saved(
     assert (report.step, report.skipped) == (4, False)
 
 
-def test_a_step_that_is_not_finite_is_skipped_when_asked_and_said_so(
+def test_a_step_that_is_not_finite_is_skipped_and_recorded_if_the_run_file_skips(
     ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
     spec = tiny_run(dataset, tmp_path / "run", on_nonfinite="skip")
@@ -166,32 +166,32 @@ def test_a_step_that_is_not_finite_is_skipped_when_asked_and_said_so(
     ]
 
 
-def train_without_memory_for(what: str, spec: RunSpec) -> Any:
+def train_without_memory_for(function: str, spec: RunSpec) -> Any:
     """Trains on a rank whose memory does not suffice for a function of the loop."""
 
     def no_memory(*_args: object) -> Any:
-        raise MemoryError(what)
+        raise MemoryError(function)
 
-    user = loop if what == "weights_sha256" else observers
-    kept = getattr(user, what)
-    setattr(user, what, no_memory)
+    user = loop if function == "weights_sha256" else observers
+    kept = getattr(user, function)
+    setattr(user, function, no_memory)
     try:
         return train_on_this_rank(spec)
     finally:
-        setattr(user, what, kept)
+        setattr(user, function, kept)
 
 
-@pytest.mark.parametrize("what", ["evaluate", "weights_sha256"])
+@pytest.mark.parametrize("function", ["evaluate", "weights_sha256"])
 def test_a_run_that_fails_after_its_last_step_has_saved_it(
-    what: str, ranks: Ranks, dataset: Path, tmp_path: Path
+    function: str, ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
     spec = dataclasses.replace(
         tiny_run(dataset, tmp_path / "run", steps=3),
         checkpoint=CheckpointSpec(every_steps=100),
         evaluation=EvalSpec(every_steps=0),
     )
-    with pytest.raises(Exception, match=f"MemoryError: {what}"):
-        ranks.run(1, train_without_memory_for, what, spec)
+    with pytest.raises(Exception, match=f"MemoryError: {function}"):
+        ranks.run(1, train_without_memory_for, function, spec)
     assert DiskTier(tmp_path / "run" / "checkpoints").steps() == [3]
 
 
@@ -230,7 +230,7 @@ def test_a_corrupted_checkpoint_is_named_and_the_one_before_is_used(
     assert not verify(tier.root)
 
 
-def test_when_no_checkpoint_is_good_the_run_refuses_to_begin_anew(
+def test_when_no_checkpoint_is_good_the_run_refuses_to_begin_from_scratch(
     ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
     spec = on_layout(tiny_run(dataset, tmp_path / "run"), "none", 0)
@@ -292,14 +292,17 @@ def test_if_one_of_two_ranks_cannot_read_its_samples_both_save_the_steps_before(
 
 
 @pytest.mark.parametrize("saved", [True, False])
-@pytest.mark.parametrize("begun", [0, 7])
-def test_a_run_that_stops_before_its_first_step_does_not_say_that_a_step_is_saved(
-    begun: int, saved: bool
+@pytest.mark.parametrize("begin_step", [0, 7])
+def test_a_run_that_stops_before_its_first_step_does_not_report_a_saved_step(
+    begin_step: int, saved: bool
 ) -> None:
-    newest = newest_in_words(begun)
-    kept = loop.what_is_kept(begun, begun, saved=saved, newest=newest)
+    newest = newest_in_words(begin_step)
+    kept = loop.what_is_kept(begin_step, begin_step, saved=saved, newest=newest)
     assert kept.startswith("no step was done since the start")
-    assert loop.what_is_kept(begun, begun + 1, saved=True, newest=newest) == f"step {begun + 1} is saved"
+    assert (
+        loop.what_is_kept(begin_step, begin_step + 1, saved=True, newest=newest)
+        == f"step {begin_step + 1} is saved"
+    )
 
 
 def test_words_of_what_is_kept_claim_a_checkpoint_only_where_there_is_one() -> None:

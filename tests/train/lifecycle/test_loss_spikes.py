@@ -1,4 +1,4 @@
-"""A loss spike in a run of real ranks: told, stopped at or left out, with the same bits on every fleet."""
+"""A loss spike in a run of real ranks: recorded, stopped at or left out, with the same bits on every fleet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def spiking(dataset: Path, noise: Path, tmp_path: Path) -> RunSpec:
     return spiking_run(dataset, noise, tmp_path / "run")
 
 
-def asked(spec: RunSpec, action: str, run_dir: Path) -> RunSpec:
+def with_action(spec: RunSpec, action: str, run_dir: Path) -> RunSpec:
     train = dataclasses.replace(spec.train, on_spike=action)  # type: ignore[arg-type]
     return dataclasses.replace(spec, train=train, run_dir=str(run_dir))
 
@@ -44,7 +44,7 @@ def state(run_dir: Path, step: int) -> dict[str, Any]:
     return DiskTier(run_dir / "checkpoints").extra(step)
 
 
-def test_a_spike_is_told_with_its_batch_and_the_checkpoint_before_it_is_kept(
+def test_a_spike_is_recorded_with_its_batch_and_the_checkpoint_before_it_is_kept(
     ranks: Ranks, spiking: RunSpec, tmp_path: Path
 ) -> None:
     ranks.run(2, train_on_this_rank, spiking)
@@ -79,7 +79,7 @@ def test_a_skipped_spike_leaves_the_same_bits_on_any_ranks_interrupted_or_not(
     hashes = set()
     for count, broken_off in fleets:
         run_dir = tmp_path / f"skip-{count}-{broken_off}"
-        spec = asked(spiking, "skip", run_dir)
+        spec = with_action(spiking, "skip", run_dir)
         if broken_off:
             ranks.run(count, train_on_this_rank, spec, broken_off)
         hashes.add(ranks.run(3 - count or 1, train_on_this_rank, spec)[0]["weights_sha256"])
@@ -87,22 +87,22 @@ def test_a_skipped_spike_leaves_the_same_bits_on_any_ranks_interrupted_or_not(
         assert state(run_dir, STEPS)["left_out"] == [[(SPIKE - 1) * 16, 16]]
         assert state(run_dir, STEPS)["updates"] == STEPS - 1
     assert len(hashes) == 1
-    other = ranks.run(1, train_on_this_rank, asked(spiking, "continue", tmp_path / "go-on"))[0]
+    other = ranks.run(1, train_on_this_rank, with_action(spiking, "continue", tmp_path / "go-on"))[0]
     assert other["weights_sha256"] not in hashes
 
 
 @pytest.mark.servers
-def test_the_run_stops_before_a_spike_and_goes_on_past_it_when_told_to(
+def test_the_run_stops_before_a_spike_and_a_child_that_skips_it_resumes(
     ranks: Ranks, spiking: RunSpec, tmp_path: Path
 ) -> None:
-    skipped = ranks.run(1, train_on_this_rank, asked(spiking, "skip", tmp_path / "skip"))[0]
-    stop = asked(spiking, "stop", tmp_path / "run")
+    skipped = ranks.run(1, train_on_this_rank, with_action(spiking, "skip", tmp_path / "skip"))[0]
+    stop = with_action(spiking, "stop", tmp_path / "run")
     with pytest.raises(
         AssertionError, match=rf"step {SPIKE}: .*--from {SPIKE - 1} --set train.on_spike=skip"
     ):
         ranks.run(2, train_on_this_rank, stop)
     assert DiskTier(tmp_path / "run" / "checkpoints").steps()[-1] == SPIKE - 1
-    child = asked(spiking, "skip", tmp_path / "child")
+    child = with_action(spiking, "skip", tmp_path / "child")
     start = str(DiskTier(tmp_path / "run" / "checkpoints").folder(SPIKE - 1))
     child = dataclasses.replace(
         child, checkpoint=dataclasses.replace(child.checkpoint, init_from=start, init_with="training")

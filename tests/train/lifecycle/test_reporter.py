@@ -1,4 +1,4 @@
-"""What a start records beside its run, and what it tells of machines that differ."""
+"""Records of a start beside its run, and its reports on machines that differ."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 def change(directory: RunDirectory, node: str, **changes: object) -> None:
-    (machine,) = (one for one in read_machines(directory) if one.node == node)
+    (machine,) = (candidate for candidate in read_machines(directory) if candidate.node == node)
     changed = dataclasses.replace(machine, **changes)  # type: ignore[arg-type]
     (directory.machines / f"{node}.json").write_bytes(msgspec.json.encode(changed))
 
 
-class Told(list[str]):
+class Warnings(list[str]):
     """Warnings that have been recorded."""
 
     def warn(self, text: str) -> bool:
@@ -40,52 +40,52 @@ class Told(list[str]):
         return True
 
 
-def test_equal_machines_are_nothing_to_tell(directory: RunDirectory) -> None:
-    told = Told()
-    report_differences(directory, told.warn)
-    assert told == []
+def test_equal_machines_give_no_warning(directory: RunDirectory) -> None:
+    warnings = Warnings()
+    report_differences(directory, warnings.warn)
+    assert warnings == []
 
 
-def test_a_node_with_another_driver_is_told_by_name_once(directory: RunDirectory) -> None:
-    told = Told()
+def test_a_node_with_another_driver_is_reported_by_name_once(directory: RunDirectory) -> None:
+    warnings = Warnings()
     change(directory, "node-1", driver="560.1")
     for _ in range(3):  # as at every epoch of a fleet
-        report_differences(directory, told.warn)
-    (text,) = told
+        report_differences(directory, warnings.warn)
+    (text,) = warnings
     assert "driver: node-1 with 560.1; the others with none" in text
 
 
-def test_only_what_is_new_is_told_later(directory: RunDirectory) -> None:
-    told = Told()
+def test_only_new_differences_are_reported_later(directory: RunDirectory) -> None:
+    warnings = Warnings()
     change(directory, "node-1", driver="560.1")
-    report_differences(directory, told.warn)
+    report_differences(directory, warnings.warn)
     change(directory, "node-2", cores=1)
-    report_differences(directory, told.warn)
-    assert "node-2 with 1" in told[1]
-    assert "node-1" not in told[1]
+    report_differences(directory, warnings.warn)
+    assert "node-2 with 1" in warnings[1]
+    assert "node-1" not in warnings[1]
 
 
 @pytest.mark.parametrize("content", ["7", "null", '"560.1"', "[[]]", "[", "[" * 5000])
-def test_a_damaged_list_of_what_was_told_is_made_again(directory: RunDirectory, content: str) -> None:
-    told = Told()
+def test_a_damaged_list_of_reported_differences_is_made_again(directory: RunDirectory, content: str) -> None:
+    warnings = Warnings()
     change(directory, "node-1", driver="560.1")
     (directory.machines / "differences").write_text(content)
     for _ in range(2):
-        report_differences(directory, told.warn)
-    (text,) = told
+        report_differences(directory, warnings.warn)
+    (text,) = warnings
     assert "driver: node-1 with 560.1" in text
 
 
-def test_a_difference_that_shows_after_an_epoch_is_left_to_the_next_one_to_tell(
+def test_a_difference_that_shows_after_an_epoch_is_left_to_the_next_one_to_report(
     directory: RunDirectory,
 ) -> None:
     change(directory, "node-1", driver="560.1")
     reporter = Reporter(EventLog(directory.events, 0))
     reporter.close()
     watch_machines(directory, reporter, late_s=0.0).join()
-    told = Told()
-    report_differences(directory, told.warn)
-    assert len(told) == 1
+    warnings = Warnings()
+    report_differences(directory, warnings.warn)
+    assert len(warnings) == 1
 
 
 def test_an_epoch_that_ends_while_machines_are_compared_leaves_the_report_to_the_next_one(
@@ -99,9 +99,9 @@ def test_an_epoch_that_ends_while_machines_are_compared_leaves_the_report_to_the
         return reporter.record(Message("warning", text))
 
     report_differences(directory, close_and_warn)
-    told = Told()
-    report_differences(directory, told.warn)
-    assert len(told) == 1
+    warnings = Warnings()
+    report_differences(directory, warnings.warn)
+    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize("error", [SavesHeldError("no coordinator"), CheckpointError("Input/output error")])

@@ -41,12 +41,12 @@ def test_where_failures_are_rare_the_first_step_and_the_last_are_saved_and_what_
     result, _ = ranks.run(2, train_on_this_rank, spec)
     assert saved(spec) == [1, 4, 6]
     assert result["weights_sha256"] == undisturbed
-    told = [
+    messages = [
         event.body.text
         for event in read_events(tmp_path / "run" / "events.jsonl")
         if isinstance(event.body, Message)
     ]
-    assert sum("checkpoints are saved every" in text for text in told) == 1
+    assert sum("checkpoints are saved every" in text for text in messages) == 1
 
 
 def test_a_run_that_was_broken_off_goes_on_from_a_step_that_it_chose_itself_with_the_same_bits(

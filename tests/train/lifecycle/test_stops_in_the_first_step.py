@@ -74,7 +74,7 @@ def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
         ("before join_step,passing before join_step", 0),
     ],
 )
-def test_ranks_that_are_asked_to_stop_in_their_first_step_save_the_same_step_or_none(
+def test_ranks_that_are_stopped_in_their_first_step_save_the_same_step_or_none(
     dataset: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -134,5 +134,5 @@ def test_a_tracker_is_closed_by_a_stop_in_the_first_step(
     places = "before join_step,passing before join_step"
     ending = stopped_at(spec, places, monkeypatch, str(info.parent))
     assert (ending.status, ending.message) == ("stopped", "")
-    told = (tmp_path / "run" / "notebook").read_text().split()
-    assert (told[0], told[-2:]) == ("opened", ["Stopped", "closed"])
+    lines = (tmp_path / "run" / "notebook").read_text().split()
+    assert (lines[0], lines[-2:]) == ("opened", ["Stopped", "closed"])

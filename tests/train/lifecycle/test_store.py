@@ -84,7 +84,7 @@ def test_a_run_that_lost_its_disk_goes_on_from_the_store_alone_on_other_ranks_wi
     with faulty_proxy(s3_server.port, Faults(), seed=1) as proxy:
         (result, *_) = ranks.run(3, train_with_environment, spec, s3_server.behind(proxy.port))
     assert result["weights_sha256"] == undisturbed
-    blocks = {what: times for what, times in proxy.asked.items() if "safetensors range:" in what}
+    blocks = {request: times for request, times in proxy.asked.items() if "safetensors range:" in request}
     assert len(blocks) == 2, "one of each image"
     assert set(blocks.values()) == {1}, "three ranks need parts of both, and one has fetched it for all"
     (restored,) = bodies(run_dir, Restored)
@@ -94,7 +94,7 @@ def test_a_run_that_lost_its_disk_goes_on_from_the_store_alone_on_other_ranks_wi
     assert bodies(run_dir, CheckpointFailed) == []
 
 
-def test_saved_steps_are_copied_as_the_run_file_says(
+def test_saved_steps_are_copied_as_the_run_file_states(
     ranks: Ranks, dataset: Path, tmp_path: Path, undisturbed: str
 ) -> None:
     store = tmp_path / "store"
@@ -120,7 +120,7 @@ def test_a_store_that_is_down_neither_ends_nor_changes_training(
     assert DiskTier(run_dir / "checkpoints").steps() == [2, 4, 6]
 
 
-def test_a_store_that_refuses_what_is_written_neither_ends_nor_changes_training_and_says_which_right_is_missing(
+def test_a_store_that_refuses_what_is_written_neither_ends_nor_changes_training_and_the_error_names_the_missing_right(
     ranks: Ranks,
     dataset: Path,
     tmp_path: Path,
@@ -138,7 +138,7 @@ def test_a_store_that_refuses_what_is_written_neither_ends_nor_changes_training_
             monkeypatch.setenv(name, value)
         assert result["weights_sha256"] == undisturbed
         failed = bodies(run_dir, CheckpointFailed)
-        assert {one.step for one in failed} == {2, 4, 6}
+        assert {failure.step for failure in failed} == {2, 4, 6}
         assert f"403 AccessDenied on {url}/data/step-0000000" in failed[0].reason
         assert (
             "(PutObject): the credentials found (source: environment, AWS_ACCESS_KEY_ID) may not do this"
@@ -175,11 +175,11 @@ def test_a_store_that_refuses_at_the_start_is_named_with_field_request_and_remed
             f"checkpoint.store={url}",
         ]
         done = CliRunner().invoke(train_command.command, arguments[1:])
-    said = "".join(done.output.split("\n"))
+    printed = "".join(done.output.split("\n"))
     assert done.exit_code == 1
-    assert f"checkpoint.store: 403 AccessDenied on {url}/" in said
-    assert f"({request_name}): the credentials found (source: environment, AWS_ACCESS_KEY_ID)" in said
-    assert "may not do this; give them the right, or set others" in said
+    assert f"checkpoint.store: 403 AccessDenied on {url}/" in printed
+    assert f"({request_name}): the credentials found (source: environment, AWS_ACCESS_KEY_ID)" in printed
+    assert "may not do this; give them the right, or set others" in printed
     assert not (tmp_path / "run" / "events.jsonl").exists()
 
 
@@ -202,9 +202,7 @@ def test_of_a_damaged_step_on_disk_the_copy_in_the_store_is_taken(
     assert bodies(run_dir, Restored)[-1].source == spec.checkpoint.store
 
 
-def test_a_store_says_whose_it_is_and_refuses_other_runs_and_other_data(
-    dataset: Path, tmp_path: Path
-) -> None:
+def test_a_store_records_its_run_and_refuses_other_runs_and_other_data(dataset: Path, tmp_path: Path) -> None:
     spec = with_store(tiny_run(dataset, tmp_path / "run"), tmp_path / "store")
     assert claim_store(spec, "data") == []
     assert claim_store(dataclasses.replace(spec, run_dir="elsewhere"), "data") == []
@@ -228,7 +226,7 @@ def test_a_damaged_record_of_the_stores_owner_is_named(dataset: Path, tmp_path: 
             claim_store(spec, "data")
 
 
-def test_a_place_with_checkpoints_of_nobody_knows_whom_is_not_taken(dataset: Path, tmp_path: Path) -> None:
+def test_a_place_with_checkpoints_of_an_unknown_run_is_not_taken(dataset: Path, tmp_path: Path) -> None:
     spec = with_store(tiny_run(dataset, tmp_path / "run"), tmp_path / "store")
     (tmp_path / "store" / "committed").mkdir(parents=True)
     (tmp_path / "store" / "committed" / "00000002.json").write_text("{}")

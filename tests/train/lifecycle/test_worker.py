@@ -1,4 +1,4 @@
-"""A rank's process: it starts without looking at all that it imports, and one that fails ends at once, whatever becomes of its report."""
+"""A rank's process: it starts without looking at all that it imports, and one that fails ends at once, also if its report fails."""
 
 from __future__ import annotations
 

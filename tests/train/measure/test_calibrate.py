@@ -91,7 +91,7 @@ def test_longer_work_takes_longer_on_either_clock() -> None:
 @pytest.mark.slow
 def test_every_kind_of_work_is_timed_and_fitted() -> None:
     points = operations(QUICK) | measure_collectives(QUICK, 2)
-    assert all(seconds > 0 for found in points.values() for _, seconds in found)
+    assert all(seconds > 0 for series in points.values() for _, seconds in series)
     fitted = fit_profile(points, accelerator("cpu"), ORIGIN)
     assert 1e9 < fitted.accelerator.flops["fp32"].value < 1e13
     assert 0.2 < fitted.constants.matmul["fp32"].efficiency <= 1
@@ -104,11 +104,11 @@ def test_a_step_of_the_trainer_is_timed_and_weighed() -> None:
         precision=PrecisionSpec(compute="fp32"),
     )
     with in_place_of_execution():
-        one, two = (measure_step(spec, ranks, steps=1) for ranks in (1, 2))
-    assert one.wall_s > 0
-    assert one.cpu_s > 0
+        alone, together = (measure_step(spec, ranks, steps=1) for ranks in (1, 2))
+    assert alone.wall_s > 0
+    assert alone.cpu_s > 0
     # Two ranks share masters and moments, which one rank holds whole.
-    assert two.memory_bytes["optimizer"] == pytest.approx(one.memory_bytes["optimizer"] / 2, rel=0.05)
+    assert together.memory_bytes["optimizer"] == pytest.approx(alone.memory_bytes["optimizer"] / 2, rel=0.05)
 
 
 FAILING_MODELS = """

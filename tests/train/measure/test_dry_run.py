@@ -85,9 +85,11 @@ LAYOUTS: dict[str, tuple[ModelSpec, ParallelSpec, int]] = {
 }
 
 
-def differing(found: Comparison) -> dict[object, tuple[int, int]]:
-    """The derived and the found number, where these are not the same."""
-    return {key: pair for key, pair in {**found.elements, **found.calls}.items() if pair[0] != pair[1]}
+def differing(comparison: Comparison) -> dict[object, tuple[int, int]]:
+    """The derived and the counted numbers that differ."""
+    return {
+        key: pair for key, pair in {**comparison.elements, **comparison.calls}.items() if pair[0] != pair[1]
+    }
 
 
 @pytest.mark.parametrize(
@@ -104,11 +106,11 @@ def differing(found: Comparison) -> dict[object, tuple[int, int]]:
         ],
     ),
 )
-def test_a_rank_holds_and_calls_what_the_closed_forms_say(name: str) -> None:
+def test_a_rank_holds_and_calls_what_the_closed_forms_give(name: str) -> None:
     model, parallel, ranks = LAYOUTS[name]
     for rank in {0, ranks // 2, ranks - 1}:
-        found = dry_run(tiny_run(model, parallel), ranks, rank)
-        assert found.matches, differing(found)
+        comparison = dry_run(tiny_run(model, parallel), ranks, rank)
+        assert comparison.matches, differing(comparison)
 
 
 @settings(max_examples=8, deadline=None)
@@ -129,15 +131,15 @@ def test_so_it_does_on_any_layout(
         train=dataclasses.replace(spec.train, reduction=reduction),
     )
     assume(not layout_problems(spec, ranks))  # ZeRO-1 has no integer sums
-    found = dry_run(spec, ranks, at % ranks)
-    assert found.matches, differing(found)
+    comparison = dry_run(spec, ranks, at % ranks)
+    assert comparison.matches, differing(comparison)
 
 
 def test_what_a_slot_calls_is_proportional_to_micro_batches_and_rounds() -> None:
     spec = tiny_run(DENSE, ParallelSpec(tensor=2, pipeline=2))
     layout = layout_of(spec.parallel, 8)
-    one, two = (tiny(spec, 8, rounds) for rounds in (1, 2))
-    calls = [collectives(s, layout, holding(s, layout, place_of(layout, 0))) for s in (one, two)]
+    single, double = (tiny(spec, 8, rounds) for rounds in (1, 2))
+    calls = [collectives(s, layout, holding(s, layout, place_of(layout, 0))) for s in (single, double)]
     for key in (("tensor", "all_gather"), ("pipeline", "send"), ("fsdp", "all_gather")):
         assert calls[1][key] == 2 * calls[0][key]
     assert calls[1]["all", "all_reduce"] == calls[0]["all", "all_reduce"]

@@ -72,8 +72,8 @@ def trained_on_mixed_machines(spec: RunSpec) -> bool:
     right = assemble.probe
 
     def other(spec: RunSpec, device: torch.device) -> Numerics:
-        found = right(spec, device)
-        return Numerics("other", {name: f"{dist.get_rank():02x}" for name in found.probes})
+        numerics = right(spec, device)
+        return Numerics("other", {name: f"{dist.get_rank():02x}" for name in numerics.probes})
 
     assemble.probe = other
     try:
@@ -82,7 +82,7 @@ def trained_on_mixed_machines(spec: RunSpec) -> bool:
         assemble.probe = right
 
 
-def test_mixed_machines_train_together_if_the_run_file_says_so(
+def test_mixed_machines_train_together_if_the_run_file_allows_it(
     ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
     spec = tiny_run(dataset, tmp_path / "run", steps=1)
@@ -94,11 +94,11 @@ def test_probes_are_the_same_again_and_are_the_shapes_and_format_of_the_run(
     dataset: Path, tmp_path: Path
 ) -> None:
     spec = tiny_run(dataset, tmp_path / "run", micro_batch_size=1)
-    found = probe(spec, CPU)
-    assert found == probe(spec, CPU)
-    assert {"exp", "softmax", "norm", "attention", "square root", "product 24x64x32"} <= found.probes.keys()
+    probed = probe(spec, CPU)
+    assert probed == probe(spec, CPU)
+    assert {"exp", "softmax", "norm", "attention", "square root", "product 24x64x32"} <= probed.probes.keys()
     narrow = probe(replace_at(spec, "precision.compute", "bf16"), CPU)
-    assert "product 24x64x32" in differing(found, narrow)
+    assert "product 24x64x32" in differing(probed, narrow)
 
 
 def test_probes_have_the_shapes_of_a_lane_and_a_tile_where_the_run_computes_by_these(
@@ -121,11 +121,11 @@ def test_products_by_heads_and_attention_to_latents_are_tried_where_the_run_has_
         replace_at(replace_at(spec, "model.head_dim", 0), "model.kv_heads", 0), "model.mla", mla
     )
     absorbed = replace_at(latent, "model.mla", dataclasses.replace(mla, absorbed=True))
-    others, found = probe(latent, CPU), probe(absorbed, CPU)
-    assert {name: found.probes[name] for name in others.probes} == others.probes
+    others, absorbed_probe = probe(latent, CPU), probe(absorbed, CPU)
+    assert {name: absorbed_probe.probes[name] for name in others.probes} == others.probes
     own = {"heads' products 4x24x16", "attention to latents 4x24x16"}
-    assert found.probes.keys() - others.probes.keys() == own
-    assert probe(absorbed, CPU) == found
+    assert absorbed_probe.probes.keys() - others.probes.keys() == own
+    assert probe(absorbed, CPU) == absorbed_probe
 
     # A machine that adds up in another order where heads have matrices of their own, or are as wide as latents.
     attend = F.scaled_dot_product_attention
@@ -142,12 +142,12 @@ def test_products_by_heads_and_attention_to_latents_are_tried_where_the_run_has_
 
     monkeypatch.setattr(torch, "bmm", product)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-    assert set(differing(found, probe(absorbed, CPU))) == own
+    assert set(differing(absorbed_probe, probe(absorbed, CPU))) == own
     assert differing(others, probe(latent, CPU)) == []
 
 
 @pytest.mark.parametrize(("lanes", "grouped"), [(0, True), (4, False)])
-def test_attention_to_latents_is_asked_for_as_a_lane_asks_for_it(
+def test_attention_to_latents_is_probed_as_a_lane_computes_it(
     lanes: int, grouped: bool, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = replace_at(tiny_run(dataset, tmp_path / "run"), "model.lanes", lanes)
@@ -155,16 +155,16 @@ def test_attention_to_latents_is_asked_for_as_a_lane_asks_for_it(
     latent = replace_at(
         replace_at(replace_at(spec, "model.head_dim", 0), "model.kv_heads", 0), "model.mla", mla
     )
-    asked, attend = [], F.scaled_dot_product_attention
+    calls, attend = [], F.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         if query.shape[-1] == 24:
-            asked.append((query.shape[1], options["enable_gqa"]))
+            calls.append((query.shape[1], options["enable_gqa"]))
         return attend(query, key, value, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     probe(latent, CPU)
-    assert asked == [(spec.model.heads // (lanes or 1), grouped)]
+    assert calls == [(spec.model.heads // (lanes or 1), grouped)]
 
 
 def test_only_probes_that_both_machines_computed_are_compared() -> None:
@@ -184,7 +184,7 @@ def test_probes_of_a_large_model_are_cut_down(dataset: Path, tmp_path: Path) -> 
     assert names == ["product 24x4096x256"]
 
 
-def test_the_first_process_of_a_start_says_what_the_others_are_compared_with(tmp_path: Path) -> None:
+def test_all_processes_of_a_start_are_compared_with_the_first(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.logs.mkdir()
     directory.record.write_text('{"attempts": 1}')
@@ -209,7 +209,7 @@ def with_the_probes_of_another_machine(spec: RunSpec) -> None:
     events.write_text(events.read_text().replace('"exp":"', '"exp":"f'))
 
 
-def test_a_run_that_goes_on_on_another_kind_of_machine_says_so(
+def test_a_run_that_resumes_on_another_kind_of_machine_warns(
     ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
     spec = tiny_run(dataset, tmp_path / "run", steps=4)
@@ -217,9 +217,9 @@ def test_a_run_that_goes_on_on_another_kind_of_machine_says_so(
     with_the_probes_of_another_machine(spec)
     ranks.run(1, train_on_this_rank, spec)
     bodies = [event.body for event in read_events(tmp_path / "run" / "events.jsonl")]
-    said = [body.text for body in bodies if isinstance(body, Message)]
+    messages = [body.text for body in bodies if isinstance(body, Message)]
     assert any(
-        "this machine computes exp with other bits than that of the start before" in text for text in said
+        "this machine computes exp with other bits than that of the start before" in text for text in messages
     )
     starts = [body for body in bodies if isinstance(body, RunStarted)]
     assert [len(start.environment["numerics"]) > 8 for start in starts] == [True, True]
@@ -227,13 +227,13 @@ def test_a_run_that_goes_on_on_another_kind_of_machine_says_so(
 
 def refused(device: torch.device) -> str:
     mine = Numerics(f"machine-{dist.get_rank()}", {"exp": "0a", "norm": f"{dist.get_rank() // 2:02x}"})
-    with pytest.raises(MixedMachinesError) as found:
+    with pytest.raises(MixedMachinesError) as failure:
         require_equal(mine, device)
-    return str(found.value)
+    return str(failure.value)
 
 
 def test_every_rank_names_all_that_differ_from_the_first(ranks: Ranks) -> None:
-    said = ranks.run(3, refused, CPU)
-    assert len(set(said)) == 1
-    assert "rank 2 (machine-2) computes norm with other bits than rank 0 (machine-0)" in said[0]
-    assert "rank 1" not in said[0]
+    errors = ranks.run(3, refused, CPU)
+    assert len(set(errors)) == 1
+    assert "rank 2 (machine-2) computes norm with other bits than rank 0 (machine-0)" in errors[0]
+    assert "rank 1" not in errors[0]

@@ -1,4 +1,4 @@
-"""Who owns which matrix, and which parameters are matrices at all."""
+"""Owners of matrices, and which parameters are matrices at all."""
 
 from __future__ import annotations
 
@@ -60,21 +60,24 @@ def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], list[dict[str, LocalSlice]]
 
 
 @given(grids(), st.data())
-def test_the_tables_say_what_every_rank_says_when_asked_about_every_matrix(
+def test_the_tables_agree_with_every_rank_about_every_matrix(
     drawn: tuple[tuple[int, ...], list[dict[str, LocalSlice]]], data: st.DataObject
 ) -> None:
     shape, boxes = drawn
-    held = holders_of({"w": shape}, boxes)["w"]
+    table = holders_of({"w": shape}, boxes)["w"]
     for matrix in matrices_of("w", shape):
         shares = shares_of(matrix, boxes)
-        assert [(rank, held.part(matrix, rank)) for rank in held.of(matrix).tolist()] == shares
-        assert held.whole_on(matrix) == [rank for rank, part in shares if part == matrix.box]
+        assert [(rank, table.part(matrix, rank)) for rank in table.of(matrix).tolist()] == shares
+        assert table.whole_on(matrix) == [rank for rank, part in shares if part == matrix.box]
         owner = data.draw(st.integers(0, len(boxes) - 1))
-        # Of those that hold the same part, the owner sends, else the first.
-        alike = [[rank for rank, part in shares if part == one] for one in {part for _, part in shares}]
+        # Among ranks with the same part the owner sends, else the first.
+        alike = [
+            [rank for rank, part in shares if part == distinct_part]
+            for distinct_part in {part for _, part in shares}
+        ]
         senders = sorted(owner if owner in ranks else ranks[0] for ranks in alike)
-        assert held.senders(matrix, owner).tolist() == senders
-        assert [rank for rank, _ in shares if held.sends(matrix, rank, owner)] == senders
+        assert table.senders(matrix, owner).tolist() == senders
+        assert [rank for rank, _ in shares if table.sends(matrix, rank, owner)] == senders
 
 
 def test_an_expert_is_owned_by_the_rank_that_holds_it() -> None:

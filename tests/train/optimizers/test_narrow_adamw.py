@@ -78,11 +78,11 @@ def test_eight_bits_keep_numbers_to_a_few_percent_over_decades(signed: bool) -> 
     values = values * torch.tensor([1.0, -1.0 if signed else 1.0]).repeat(INT8_BLOCK // 2)
     moments = Int8Moments(values, signed=signed)
     moments.write(slice(0, 10), values, 1)
-    found = moments.read(slice(0, 10))
-    assert ((found - values).abs() / values.abs()).max() < 0.08
+    restored = moments.read(slice(0, 10))
+    assert ((restored - values).abs() / values.abs()).max() < 0.08
     largest = values.amax(1, keepdim=True)
     if not signed:
-        assert torch.equal(found[values == largest], largest.flatten())
+        assert torch.equal(restored[values == largest], largest.flatten())
 
 
 def test_a_second_moment_that_is_not_zero_is_not_rounded_to_zero() -> None:
@@ -102,7 +102,7 @@ def test_the_weights_stay_near_those_of_wide_moments(state: str) -> None:
 
 @pytest.mark.parametrize("state", ["bf16", "int8"])
 @given(cuts=st.lists(st.integers(0, SHAPE[0]), max_size=4))
-def test_an_element_gets_the_same_bits_in_whatever_shard_it_lies(state: str, cuts: list[int]) -> None:
+def test_an_element_gets_the_same_bits_in_any_shard(state: str, cuts: list[int]) -> None:
     spec = OptimizerSpec(state=state)  # type: ignore[arg-type]
     bounds = sorted({0, SHAPE[0], *cuts})
     parts = [stepped(spec, 3, ((a, 0), (b - a, SHAPE[1]))) for a, b in itertools.pairwise(bounds)]
@@ -115,7 +115,7 @@ def test_tensor_ranks_that_hold_whole_blocks_of_a_row_get_the_same_bits() -> Non
     assert torch.equal(torch.cat(parts, 1), stepped(spec, 3))
 
 
-def test_a_tensor_rank_that_cuts_through_a_block_is_told_what_to_do() -> None:
+def test_a_tensor_rank_that_cuts_through_a_block_is_refused() -> None:
     with pytest.raises(NarrowStateError, match="cuts through blocks of 64"):
         stepped(OptimizerSpec(state="int8"), 1, ((0, 0), (SHAPE[0], 75)))
 
@@ -126,7 +126,7 @@ def test_narrow_moments_take_a_half_and_about_a_quarter_of_the_memory() -> None:
     nbytes = {}
     for state in ("fp32", "bf16", "int8"):
         optimizer = make_optimizer(OptimizerSpec(state=state), {"w": parameter}, kinds)  # type: ignore[arg-type]
-        parts = [part.tensor for held in optimizer.state().values() for part in held]
+        parts = [part.tensor for state_parts in optimizer.state().values() for part in state_parts]
         nbytes[state] = sum(tensor.numel() * tensor.element_size() for tensor in parts) / parameter.numel()
     assert nbytes == {"fp32": 8.0, "bf16": 4.0, "int8": 2.125}
 

@@ -51,12 +51,12 @@ def pytorchs_weights(optimizer: type, gradients: list[Tensor], **options: object
     """The weights after each step of one of PyTorch's optimizers, from zero."""
     weights = nn.Parameter(torch.zeros_like(gradients[0]))
     reference = optimizer([weights], **options)
-    found = []
+    history = []
     for gradient in gradients:
         weights.grad = gradient.clone()
         reference.step()
-        found.append(weights.detach().clone())
-    return found
+        history.append(weights.detach().clone())
+    return history
 
 
 # --- Muon ---
@@ -66,7 +66,7 @@ def pytorchs_weights(optimizer: type, gradients: list[Tensor], **options: object
 def test_muon_agrees_with_its_formula_in_double_precision(shape: tuple[int, int]) -> None:
     gradients = random_gradients(shape)
     momentum = np.zeros(shape)
-    for gradient, found in zip(
+    for gradient, change in zip(
         gradients, changes(Muon(OptimizerSpec(name="muon", beta1=0.9)), gradients), strict=True
     ):
         g = gradient.double().numpy()
@@ -76,7 +76,7 @@ def test_muon_agrees_with_its_formula_in_double_precision(shape: tuple[int, int]
         for _ in range(5):
             x = 3.4445 * x - 4.7750 * (x @ x.T @ x) + 2.0315 * (x @ x.T @ x @ x.T @ x)
         expected = 0.2 * math.sqrt(max(shape)) * x
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-3, atol=2e-5)
+        np.testing.assert_allclose(change.numpy(), expected, rtol=1e-3, atol=2e-5)
 
 
 def test_muon_agrees_with_pytorchs_as_far_as_that_one_computes_in_bf16() -> None:
@@ -99,9 +99,9 @@ def test_newton_schulz_brings_singular_values_near_one_at_any_scale(
     rank = min(rows, columns)
     values = torch.linspace(0.05, 1.0, rank)
     matrix = left[:, :rank] @ torch.diag(values) @ right[:, :rank].T * scale
-    found = torch.linalg.svdvals(orthogonal(matrix, 5))
-    assert found.min() > 0.5
-    assert found.max() < 1.3
+    singular_values = torch.linalg.svdvals(orthogonal(matrix, 5))
+    assert singular_values.min() > 0.5
+    assert singular_values.max() < 1.3
 
 
 def test_muons_changes_are_as_large_as_adamws_usually_are() -> None:
@@ -132,11 +132,11 @@ def test_adafactors_momentum_is_the_running_mean_of_its_changes() -> None:
     gradients = random_gradients((6, 5))
     plain = changes(Adafactor(OptimizerSpec(name="adafactor", beta1=0.0)), gradients)
     mean = torch.zeros(6, 5)
-    for change, found in zip(
+    for change, smoothed in zip(
         plain, changes(Adafactor(OptimizerSpec(name="adafactor", beta1=0.8)), gradients), strict=True
     ):
         mean = 0.8 * mean + 0.2 * change
-        torch.testing.assert_close(found, mean)
+        torch.testing.assert_close(smoothed, mean)
 
 
 def test_adafactor_without_momentum_keeps_only_the_edges_of_a_matrix() -> None:
@@ -157,7 +157,7 @@ def plain_shampoo(gradients: list[Tensor], spec: OptimizerSpec) -> list[Array]:
     rows, columns = gradients[0].shape
     mean, square = np.zeros((rows, columns)), np.zeros((rows, columns))
     left, right = np.zeros((rows, rows)), np.zeros((columns, columns))
-    found = []
+    steps = []
     for number, gradient in enumerate(gradients, 1):
         g = gradient.double().numpy()
         mean = spec.beta1 * mean + (1 - spec.beta1) * g
@@ -168,8 +168,8 @@ def plain_shampoo(gradients: list[Tensor], spec: OptimizerSpec) -> list[Array]:
             left_root, right_root = fourth_root(left), fourth_root(right)
         adam = mean / (1 - spec.beta1**number) / (np.sqrt(square / (1 - spec.beta2**number)) + spec.eps)
         step = left_root @ mean @ right_root
-        found.append(step * np.linalg.norm(adam) / np.linalg.norm(step))
-    return found
+        steps.append(step * np.linalg.norm(adam) / np.linalg.norm(step))
+    return steps
 
 
 def plain_soap(gradients: list[Tensor], spec: OptimizerSpec) -> list[Array]:
@@ -178,7 +178,7 @@ def plain_soap(gradients: list[Tensor], spec: OptimizerSpec) -> list[Array]:
     mean, square = np.zeros((rows, columns)), np.zeros((rows, columns))
     left, right = np.zeros((rows, rows)), np.zeros((columns, columns))
     from_left, from_right = np.eye(rows), np.eye(columns)
-    found = [np.zeros((rows, columns))]
+    steps = [np.zeros((rows, columns))]
     for number, gradient in enumerate(gradients):
         g = gradient.double().numpy()
         if number:
@@ -186,14 +186,14 @@ def plain_soap(gradients: list[Tensor], spec: OptimizerSpec) -> list[Array]:
             square = spec.beta2 * square + (1 - spec.beta2) * (from_left.T @ g @ from_right) ** 2
             root = np.sqrt(square / (1 - spec.beta2**number)) + spec.eps
             turned = from_left.T @ mean @ from_right / (1 - spec.beta1**number) / root
-            found.append(from_left @ turned @ from_right.T)
+            steps.append(from_left @ turned @ from_right.T)
         left = spec.beta2 * left + (1 - spec.beta2) * g @ g.T
         right = spec.beta2 * right + (1 - spec.beta2) * g.T @ g
         if number == 0:
             from_left, from_right = (np.linalg.eigh(s)[1][:, ::-1] for s in (left, right))
         elif (number + 1) % spec.precondition_every == 0:
             from_left, from_right = np.linalg.qr(left @ from_left)[0], np.linalg.qr(right @ from_right)[0]
-    return found
+    return steps
 
 
 REFERENCES = [(Shampoo, plain_shampoo), (Soap, plain_soap)]
@@ -213,8 +213,8 @@ def well_conditioned_gradients(shape: tuple[int, int], steps: int = 7) -> list[T
 def test_one_block_agrees_with_the_papers_formulas_in_double_precision(rule: type, reference: object) -> None:
     spec = OptimizerSpec(name=name_of(rule), beta1=0.8, beta2=0.9, precondition_every=3)
     gradients = well_conditioned_gradients((5, 5))
-    for found, expected in zip(changes(rule(spec), gradients), reference(gradients, spec), strict=True):  # type: ignore[operator]
-        np.testing.assert_allclose(found.numpy(), expected, rtol=5e-3, atol=5e-4 * np.abs(expected).max())
+    for change, expected in zip(changes(rule(spec), gradients), reference(gradients, spec), strict=True):  # type: ignore[operator]
+        np.testing.assert_allclose(change.numpy(), expected, rtol=5e-3, atol=5e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("rule", [Shampoo, Soap])
@@ -222,11 +222,11 @@ def test_one_block_agrees_with_the_papers_formulas_in_double_precision(rule: typ
 def test_a_matrix_in_blocks_is_treated_as_its_blocks_would_be(rule: type, shape: tuple[int, int]) -> None:
     spec = OptimizerSpec(name=name_of(rule), block_size=4, precondition_every=2)
     gradients = random_gradients(shape)
-    found = changes(rule(spec), gradients)
+    full_changes = changes(rule(spec), gradients)
     for block in MatrixBlocks(*shape, 4):
         alone = changes(rule(spec), [g[block.rows, block.columns].contiguous() for g in gradients])
-        for whole, part in zip(found, alone, strict=True):
-            assert torch.equal(whole[block.rows, block.columns], part)
+        for full_change, part in zip(full_changes, alone, strict=True):
+            assert torch.equal(full_change[block.rows, block.columns], part)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12))

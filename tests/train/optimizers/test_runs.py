@@ -33,11 +33,11 @@ def run_with(optimizer: OptimizerSpec, dataset: Path, run_dir: Path) -> RunSpec:
 def alone(ranks: Ranks, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The weights that each optimizer comes to on one rank, undisturbed."""
     folder = tmp_path_factory.mktemp("alone")
-    found = {}
+    hashes = {}
     for name, optimizer in SPECS.items():
         result = ranks.run(1, train_on_this_rank, run_with(optimizer, dataset, folder / name))[0]
-        found[name] = str(result["weights_sha256"])
-    return found
+        hashes[name] = str(result["weights_sha256"])
+    return hashes
 
 
 @pytest.mark.servers

@@ -70,8 +70,8 @@ class Model:
             self.optimizer.step(number, 0.01 * number, 0.5)
 
     def weights(self) -> dict[str, bytes]:
-        whole = {name: p.detach().full_tensor() for name, p in self.parameters.items()}  # type: ignore[attr-defined]
-        return {name: tensor.numpy().tobytes() for name, tensor in whole.items()}
+        full_tensors = {name: p.detach().full_tensor() for name, p in self.parameters.items()}  # type: ignore[attr-defined]
+        return {name: tensor.numpy().tobytes() for name, tensor in full_tensors.items()}
 
     def shards(self) -> list[Any]:
         """Weights and state, as a checkpoint takes them."""
@@ -187,15 +187,15 @@ def three_steps_in_tiles(spec: OptimizerSpec) -> dict[str, bytes]:
         for kind in KINDS:
             parameters[kind.name].grad = tile(kind, number)
         optimizer.step(number, 0.01 * number, 0.5)
-    found = {}
+    weights = {}
     for kind in KINDS:
         parts: list[Any] = [None] * 4
         dist.all_gather_object(parts, (boxes[kind.name], parameters[kind.name].detach()))
-        whole = torch.empty(kind.shape)
+        full_tensor = torch.empty(kind.shape)
         for (offset, shape), part in parts:
-            whole[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))] = part
-        found[kind.name] = whole.numpy().tobytes()
-    return found
+            full_tensor[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))] = part
+        weights[kind.name] = full_tensor.numpy().tobytes()
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -258,16 +258,16 @@ def elements_sent(spec: OptimizerSpec) -> tuple[int, int, set[str]]:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_in_a_step_of_muon_every_matrix_crosses_the_wire_at_most_twice(count: int, ranks: Ranks) -> None:
-    found = ranks.run(count, elements_sent, SPECS["muon"])
+    traffic = ranks.run(count, elements_sent, SPECS["muon"])
     matrices = sum(kind.numel for kind in KINDS if kind.name.startswith("blocks") and len(kind.shape) == 2)
-    assert all(operations == {"c10d::alltoall_base_"} for _, _, operations in found)
-    assert 0 < sum(sent for sent, _, _ in found) < 2 * matrices
+    assert all(operations == {"c10d::alltoall_base_"} for _, _, operations in traffic)
+    assert 0 < sum(sent for sent, _, _ in traffic) < 2 * matrices
 
 
 def test_experts_stay_where_they_are(ranks: Ranks) -> None:
-    found = ranks.run(4, elements_sent, SPECS["muon"])
-    held = 5 * 6 * 4  # all experts' elements stay; of the others some
-    assert sum(kept for _, kept, _ in found) >= 2 * held
+    traffic = ranks.run(4, elements_sent, SPECS["muon"])
+    expert_elements = 5 * 6 * 4  # all experts' elements stay; of the others some
+    assert sum(kept for _, kept, _ in traffic) >= 2 * expert_elements
 
 
 def test_a_parameter_without_a_gradient_is_named(ranks: Ranks) -> None:

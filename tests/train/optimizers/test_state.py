@@ -1,4 +1,4 @@
-"""One table of optimizer state: what the real optimizers keep is what ``phalanx show`` and the planner say that they keep."""
+"""One table of optimizer state: the real optimizers keep what ``phalanx show`` and the planner count."""
 
 from __future__ import annotations
 
@@ -59,25 +59,25 @@ MODELS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(SPECS, MODELS)
-def test_the_state_that_is_allocated_is_what_show_and_the_planner_say(
+def test_the_state_that_is_allocated_is_what_show_and_the_planner_count(
     optimizer: OptimizerSpec, model: ModelSpec
 ) -> None:
     model = resolve(model)
     kinds = {parameter.name: parameter for parameter in parameters(model)}
-    held = dict(Transformer(model).named_parameters())
-    state = make_optimizer(optimizer, held, kinds).state()
+    by_name = dict(Transformer(model).named_parameters())
+    state = make_optimizer(optimizer, by_name, kinds).state()
 
     # Tensor by tensor: names, shapes and bytes.
     expected = {
         f"{t.name}/{p.name}": (t.shape, t.bytes) for p in kinds.values() for t in state_tensors(optimizer, p)
     }
-    found = {
+    allocated = {
         name: (parts[0].full_shape, sum(part.tensor.nbytes for part in parts))
         for name, parts in state.items()
     }
-    assert found == expected
+    assert allocated == expected
 
-    total = sum(size for _, size in found.values())
+    total = sum(size for _, size in allocated.values())
     spec = RunSpec(model=model, optimizer=optimizer, train=TrainSpec(batch_size=8, seq_len=16, slots=2))
     sizes = fleet_state_bytes(model, optimizer, 4)
     assert sum(sizes.values()) - sizes["weights"] - sizes["gradients"] == total

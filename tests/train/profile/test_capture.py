@@ -8,15 +8,15 @@ import torch
 from phalanx.train.profile.capture import activity_of_name, make_profiler
 
 
-def test_instants_are_known_by_their_names_as_pytorch_tells_them() -> None:
+def test_instants_are_classified_by_name_as_by_pytorch() -> None:
     with make_profiler(torch.device("cpu")) as profiler:
         (torch.ones(8, 8) @ torch.ones(8, 8)).sum()
     events = profiler.kineto_results.events()
     assert len(events) > 4
     for event in events:
         if hasattr(event, "activity_type"):
-            told = activity_of_name(event.name(), False)
-            assert (told == "cpu_instant_event") == (event.activity_type() == "cpu_instant_event"), (
+            kind = activity_of_name(event.name(), False)
+            assert (kind == "cpu_instant_event") == (event.activity_type() == "cpu_instant_event"), (
                 event.name()
             )
 
@@ -36,7 +36,7 @@ def test_instants_are_known_by_their_names_as_pytorch_tells_them() -> None:
         ("[OutOfMemory]", False, "cpu_instant_event"),
     ],
 )
-def test_kinds_that_an_older_pytorch_does_not_tell_follow_from_names(
+def test_kinds_that_an_older_pytorch_does_not_report_follow_from_names(
     name: str, on_device: bool, activity: str
 ) -> None:
     assert activity_of_name(name, on_device) == activity

@@ -15,10 +15,10 @@ def test_a_small_fleet_is_recorded_whole() -> None:
 
 def test_of_a_large_fleet_each_place_of_the_mesh_is_recorded_once_and_the_slowest_rank() -> None:
     layout = Layout(pipeline=4, replicate=64, shard=8, tensor=8)
-    found = chosen_ranks("auto", layout, slowest=9_999)
+    chosen = chosen_ranks("auto", layout, slowest=9_999)
     stage = layout.ranks // 4
-    assert set(found) == {first * stage + rank for first in range(4) for rank in range(8)} | {9_999}
-    assert found[9_999] == "the slowest rank"
+    assert set(chosen) == {first * stage + rank for first in range(4) for rank in range(8)} | {9_999}
+    assert chosen[9_999] == "the slowest rank"
 
 
 def test_all_owners_of_experts_are_places_of_their_own() -> None:

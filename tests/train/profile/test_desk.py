@@ -17,63 +17,63 @@ def directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path)
 
 
-def asked(directory: RunDirectory, until_s: float) -> ProfileRequest:
+def leave_request(directory: RunDirectory, until_s: float) -> ProfileRequest:
     request = ProfileRequest("a", 1, "auto", until_s)
     write_request(directory, request)
     return request
 
 
 def test_a_request_is_taken_once_and_its_file_goes(directory: RunDirectory) -> None:
-    said: list[str] = []
-    desk = ProfileDesk(directory, said.append, look_pause_s=0.0)
+    warnings: list[str] = []
+    desk = ProfileDesk(directory, warnings.append, look_pause_s=0.0)
     assert not desk.pending()
-    request = asked(directory, time.time() + 60)
+    request = leave_request(directory, time.time() + 60)
     assert desk.pending()
     assert desk.pending()
     assert not request_path(directory).exists()
     assert desk.take() == request
     assert not desk.pending()
-    assert said == []
+    assert warnings == []
 
 
 def test_a_stale_request_and_a_link_are_ignored_aloud_and_once(directory: RunDirectory) -> None:
-    said: list[str] = []
-    desk = ProfileDesk(directory, said.append, look_pause_s=0.0)
-    asked(directory, time.time() - 1)
+    warnings: list[str] = []
+    desk = ProfileDesk(directory, warnings.append, look_pause_s=0.0)
+    leave_request(directory, time.time() - 1)
     assert not desk.pending()
     assert not desk.pending()
     request_path(directory).symlink_to("/etc/passwd")
     assert not desk.pending()
     assert not desk.pending()
-    assert len(said) == 2
-    assert "stale" in said[0]
+    assert len(warnings) == 2
+    assert "stale" in warnings[0]
     assert Path("/etc/passwd").exists()
 
 
 def test_a_file_with_the_inode_and_the_time_of_one_that_was_removed_is_read_too(
     directory: RunDirectory, tmp_path: Path
 ) -> None:
-    said: list[str] = []
-    desk = ProfileDesk(directory, said.append, look_pause_s=0.0)
-    asked(directory, time.time() - 1)
+    warnings: list[str] = []
+    desk = ProfileDesk(directory, warnings.append, look_pause_s=0.0)
+    leave_request(directory, time.time() - 1)
     os.link(request_path(directory), tmp_path / "kept")  # a file system may give the next file both
     assert not desk.pending()
     os.link(tmp_path / "kept", request_path(directory))
     assert not desk.pending()
-    assert len(said) == 2
+    assert len(warnings) == 2
     assert not request_path(directory).exists()
 
 
-def test_what_cannot_be_removed_is_said_once_too(directory: RunDirectory) -> None:
-    said: list[str] = []
-    desk = ProfileDesk(directory, said.append, look_pause_s=0.0)
+def test_what_cannot_be_removed_is_reported_once_too(directory: RunDirectory) -> None:
+    warnings: list[str] = []
+    desk = ProfileDesk(directory, warnings.append, look_pause_s=0.0)
     request_path(directory).mkdir(parents=True)
     for _ in range(3):
         assert not desk.pending()
-    assert len(said) == 1
+    assert len(warnings) == 1
 
 
-def test_the_disk_is_asked_once_in_a_pause_at_most(
+def test_the_disk_is_read_once_in_a_pause_at_most(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []

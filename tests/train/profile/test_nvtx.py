@@ -76,10 +76,10 @@ def test_steps_layers_and_collectives_are_ranges_and_the_weights_are_the_same(
 ) -> None:
     spec = RunSpec(model=resolve(MODEL), train=TRAIN, parallel=parallel)
     plain = ranks.run(2, step_on_this_rank, spec, False)
-    found = ranks.run(2, step_on_this_rank, spec, True)
-    assert [weights for weights, _, _ in found] == [weights for weights, _, _ in plain]
-    for _, shown, left_open in found:
+    traced = ranks.run(2, step_on_this_rank, spec, True)
+    assert [weights for weights, _, _ in traced] == [weights for weights, _, _ in plain]
+    for _, shown, left_open in traced:
         assert not left_open
         assert all(ranges[0] == "step 1" for ranges in shown)
-    names = {name for _, shown, _ in found for ranges in shown for name in ranges}
+    names = {name for _, shown, _ in traced for ranges in shown for name in ranges}
     assert {"module layer 0", "module layer 1", "work backward", innermost} <= names

@@ -40,7 +40,7 @@ def test_a_recorded_run_has_the_same_bits(
     assert recorded_ranks(tmp_path / "run") == [0, 1]
 
 
-def test_only_the_ranks_that_were_asked_for_record_and_only_the_steps(
+def test_only_the_ranks_of_the_request_record_and_only_its_steps(
     ranks: Ranks, dataset: Path, tmp_path: Path, reference: str
 ) -> None:
     ask(tmp_path / "run", ranks=(1,))
@@ -76,12 +76,12 @@ def test_a_request_for_a_rank_that_there_is_not_is_refused_aloud(
 ) -> None:
     ask(tmp_path / "run", ranks=(7,))
     record(ranks, 1, profiled_run(dataset, tmp_path / "run"))
-    said = [
+    messages = [
         event.body.text
         for event in read_events(RunDirectory(tmp_path / "run").events)
         if isinstance(event.body, Message)
     ]
-    assert any("there is no rank 7" in text for text in said)
+    assert any("there is no rank 7" in text for text in messages)
 
 
 def test_a_request_that_comes_in_the_last_step_is_refused_aloud_and_leaves_no_empty_profile(
@@ -91,8 +91,9 @@ def test_a_request_that_comes_in_the_last_step_is_refused_aloud_and_leaves_no_em
     spec = profiled_run(dataset, tmp_path / "run")
     record(ranks, 1, replace(spec, train=replace(spec.train, steps=1)))
     directory = RunDirectory(tmp_path / "run")
-    said = [event.body.text for event in read_events(directory.events) if isinstance(event.body, Message)]
+    messages = [event.body.text for event in read_events(directory.events) if isinstance(event.body, Message)]
     assert any(
-        f"the request for profile {NAME} is not followed: it came in the last step" in text for text in said
+        f"the request for profile {NAME} is not followed: it came in the last step" in text
+        for text in messages
     )
     assert not (directory.profiles / NAME).exists()

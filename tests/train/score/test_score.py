@@ -1,4 +1,4 @@
-"""A score is the trainer's own loss, token by token, whatever it is scored with."""
+"""A score is the trainer's own loss, token by token, also beside other texts."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def trained_loss(spec: RunSpec, dtype: torch.dtype, texts: Sequence[Sequence[int
     model: Transformer = initialized(spec.model).to(dtype).requires_grad_(True)
     tokens = torch.zeros(ROWS, SEQUENCE, dtype=torch.int64)
     targets = torch.full_like(tokens, IGNORE)
-    for row, one in enumerate(texts):
-        tokens[row, : len(one)] = torch.tensor(one)
-        targets[row, : len(one) - 1] = torch.tensor(one[1:])
+    for row, ids in enumerate(texts):
+        tokens[row, : len(ids)] = torch.tensor(ids)
+        targets[row, : len(ids) - 1] = torch.tensor(ids[1:])
     loss = model(tokens, lambda h, w: summed_cross_entropy(h, w, targets, CHUNK, cap=spec.model.logit_cap))
     loss.backward()
     return loss.detach()
@@ -103,20 +103,20 @@ def test_a_texts_score_does_not_depend_on_the_others(
     judge = scorer(run_of(kind, dtype, **train), dtype)
     texts = [text(seed, min(length, judge.length)) for seed, length in enumerate(lengths)]
     together = judge.score(texts)
-    assert [len(one) for one in together] == [len(one) - 1 for one in texts]
-    for one, found in zip(texts, together, strict=True):
-        assert torch.equal(judge.score([one])[0], found)
+    assert [len(log_probs) for log_probs in together] == [len(ids) - 1 for ids in texts]
+    for ids, log_probs in zip(texts, together, strict=True):
+        assert torch.equal(judge.score([ids])[0], log_probs)
 
 
 def test_a_score_is_the_log_softmax_of_the_models_logits() -> None:
-    spec, one = run_of("dense"), text(5, 40)
+    spec, ids = run_of("dense"), text(5, 40)
     model = initialized(spec.model)
-    expected = model(torch.tensor([one])).log_softmax(-1)[0, :-1].gather(1, torch.tensor(one[1:])[:, None])
-    torch.testing.assert_close(scorer(spec).score([one])[0], expected[:, 0], rtol=1e-4, atol=1e-4)
+    expected = model(torch.tensor([ids])).log_softmax(-1)[0, :-1].gather(1, torch.tensor(ids[1:])[:, None])
+    torch.testing.assert_close(scorer(spec).score([ids])[0], expected[:, 0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("one", "said"),
+    ("ids", "message"),
     [
         ([], "text 2 is empty"),
         ([3], "text 2 is one token"),
@@ -125,12 +125,12 @@ def test_a_score_is_the_log_softmax_of_the_models_logits() -> None:
         ([3, -1], "token id -1 is outside"),
     ],
 )
-def test_a_text_that_cannot_be_scored_is_refused_by_its_number(one: list[int], said: str) -> None:
-    with pytest.raises(ScoreError, match=said):
-        scorer(run_of("dense")).score([[1, 2], one])
+def test_a_text_that_cannot_be_scored_is_refused_by_its_number(ids: list[int], message: str) -> None:
+    with pytest.raises(ScoreError, match=message):
+        scorer(run_of("dense")).score([[1, 2], ids])
 
 
-def test_weights_that_are_not_finite_are_said_to_be() -> None:
+def test_weights_that_are_not_finite_are_reported() -> None:
     spec = run_of("dense")
     model = initialized(spec.model)
     assert model.embedding is not None
@@ -146,7 +146,7 @@ def test_threads_and_kernels_are_left_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "reason"),
     [
         (
             lambda spec: replace(spec, runtime=replace(spec.runtime, numerics="native")),
@@ -173,12 +173,12 @@ def test_threads_and_kernels_are_left_as_they_were() -> None:
         (lambda spec: replace(spec, train=replace(spec.train, document_mask=True)), "train.document_mask"),
     ],
 )
-def test_a_run_that_computed_otherwise_is_said_to_have(
-    changed: Callable[[RunSpec], RunSpec], said: str
+def test_a_run_with_another_arithmetic_is_reported_with_the_reason(
+    changed: Callable[[RunSpec], RunSpec], reason: str
 ) -> None:
     spec = run_of("latent mixture")
     assert other_arithmetic(spec, "fp32") == ""
-    assert said in other_arithmetic(changed(spec), "fp32")
+    assert reason in other_arithmetic(changed(spec), "fp32")
 
 
 def test_a_text_has_the_same_bits_at_a_place_with_three_rows_left_over() -> None:

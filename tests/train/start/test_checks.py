@@ -31,23 +31,23 @@ def test_a_warmup_that_the_run_does_not_leave_is_noted(warmup_steps: int, is_not
         (ModelSpec(vocab_size=300, moe=MoeSpec(every=2)), "moe.every = 2"),
     ],
 )
-def test_a_model_that_cannot_be_exported_is_told_before_it_is_trained(model: ModelSpec, says: str) -> None:
+def test_a_model_that_cannot_be_exported_is_noted_before_it_is_trained(model: ModelSpec, says: str) -> None:
     notes = [note for note in start_notes(RunSpec(model=model), INDEX) if "cannot be exported" in note]
     assert len(notes) == bool(says)
     assert all(says in note for note in notes)
 
 
-def test_a_run_that_goes_many_times_over_its_text_is_told_how_often() -> None:
+def test_a_run_that_goes_many_times_over_its_text_is_noted_with_the_number() -> None:
     few = Split((ShardFile("0", 1010, ""),), 10, 1010, "")
     run = RunSpec(
         model=ModelSpec(vocab_size=300), train=TrainSpec(steps=200, batch_size=1, slots=1, seq_len=256)
     )
-    told = [
+    notes = [
         [note for note in start_notes(run, replace(INDEX, train=text)) if "times over" in note]
         for text in (few, ENOUGH)
     ]
-    assert told[0][0].startswith("the run goes 51 times over its 1,010 training tokens")
-    assert told[1] == []
+    assert notes[0][0].startswith("the run goes 51 times over its 1,010 training tokens")
+    assert notes[1] == []
 
 
 def test_sources_that_are_one_dataset_are_named_at_the_start() -> None:
@@ -77,7 +77,7 @@ def held_out(tokens: int, packed_seq_len: int = 0) -> DatasetIndex:
     ],
     ids=str,
 )
-def test_a_run_without_held_out_loss_is_told(index: DatasetIndex | MixtureIndex, has_loss: bool) -> None:
+def test_a_run_without_held_out_loss_is_noted(index: DatasetIndex | MixtureIndex, has_loss: bool) -> None:
     run = RunSpec(model=ModelSpec(vocab_size=300), train=TrainSpec(seq_len=256))
     assert any("no held-out loss" in note for note in start_notes(run, index)) is not has_loss
 

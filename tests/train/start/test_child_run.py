@@ -78,10 +78,10 @@ def test_values_that_change_at_a_step_change_from_there_on_wherever_the_child_is
     parent: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
     changes = ["train.steps=8", "train.batch_size=8", "train.micro_batch_size=1", "optimizer.lr=0.002"]
-    whole = ranks.run(1, train_on_this_rank, child_of(parent, tmp_path / "a", *changes))[0]
+    unbroken = ranks.run(1, train_on_this_rank, child_of(parent, tmp_path / "a", *changes))[0]
     child = child_of(parent, tmp_path / "b", *changes)
     ranks.run(2, train_on_this_rank, child, 7)
-    assert ranks.run(1, train_on_this_rank, child)[0]["weights_sha256"] == whole["weights_sha256"]
+    assert ranks.run(1, train_on_this_rank, child)[0]["weights_sha256"] == unbroken["weights_sha256"]
     # Four steps of the parent's 16 sequences, then of 8: none is left out, none is seen twice.
     assert [extra(tmp_path / "b", step)["next_sample"] for step in (6, 8)] == [80, 96]
     assert {step.lr for step in bodies(tmp_path / "a", Step)} == {0.002}
@@ -99,7 +99,7 @@ def test_a_childs_record_has_its_whole_lineage(parent: Path, ranks: Ranks, tmp_p
     assert second.weights_sha256 == read_small_json(RunDirectory(parent).result)["weights_sha256"]
 
 
-def test_with_the_optimizers_state_alone_steps_and_data_begin_anew(
+def test_with_the_optimizers_state_alone_steps_and_data_begin_from_scratch(
     parent: Path, ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
     spec = constant(dataset, tmp_path / "anew", steps=2)
@@ -108,14 +108,14 @@ def test_with_the_optimizers_state_alone_steps_and_data_begin_anew(
     spec = replace(spec, run_dir=str(tmp_path / "moments"))
     other = replace_at(spec, "checkpoint.init_with", "optimizer")
     assert ranks.run(1, train_on_this_rank, other)[0]["weights_sha256"] != weights
-    begun, ended = extra(parent, 4), extra(tmp_path / "moments", 2)
+    parent_state, ended = extra(parent, 4), extra(tmp_path / "moments", 2)
     assert (ended["step"], ended["next_sample"]) == (2, 32)
-    assert ended["updates"] == begun["updates"] + 2
+    assert ended["updates"] == parent_state["updates"] + 2
 
 
 def prepared(spec: RunSpec) -> RunSpec:
     """Does all that is done before the first rank starts; returns the run as its ranks will read it."""
-    run = prepare_run(spec, Path("child.toml"), lambda _what, _done, _total: None)
+    run = prepare_run(spec, Path("child.toml"), lambda _label, _done, _total: None)
     os.close(run.lock_fd)
     return run.spec
 
@@ -168,7 +168,7 @@ def test_nothing_left_to_train_is_refused_with_the_field_that_makes_it_longer(pa
         child_run(parent, None, [])
 
 
-def test_a_child_needs_its_parent_until_it_has_saved_and_says_so(
+def test_a_child_without_its_parent_is_refused_until_it_has_saved(
     parent: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
     mine = tmp_path / "parent"
@@ -186,10 +186,10 @@ def test_a_child_needs_its_parent_until_it_has_saved_and_says_so(
     assert ranks.run(1, train_on_this_rank, child)[0]["step"] == 8
 
 
-def test_the_jump_of_the_learning_rate_is_told(parent: Path, tmp_path: Path) -> None:
+def test_the_jump_of_the_learning_rate_is_reported(parent: Path, tmp_path: Path) -> None:
     spec = child_of(parent, tmp_path / "child", "train.steps=8", "optimizer.lr=0.002")
-    held = child_of(parent, tmp_path / "child", "train.steps=8")
-    assert list(changes_from_parent(held, spec, 4)) == [
+    unchanged = child_of(parent, tmp_path / "child", "train.steps=8")
+    assert list(changes_from_parent(unchanged, spec, 4)) == [
         "optimizer.lr: 0.01 -> 0.002",
         "learning rate of step 5: 0.01 -> 0.002",
     ]
@@ -198,9 +198,9 @@ def test_the_jump_of_the_learning_rate_is_told(parent: Path, tmp_path: Path) -> 
 def test_a_rise_of_the_rate_after_a_finished_decay_starts_at_the_parents_last_rate_and_names_the_remedy(
     parent: Path, tmp_path: Path
 ) -> None:
-    held = child_of(parent, tmp_path / "child", "train.steps=8")
+    unchanged = child_of(parent, tmp_path / "child", "train.steps=8")
     for kind in ("wsd", "cosine"):
-        decayed = replace_at(replace_at(held, "train.steps", 4), "schedule.kind", kind)
+        decayed = replace_at(replace_at(unchanged, "train.steps", 4), "schedule.kind", kind)
         longer = replace_at(decayed, "train.steps", 800)
         *_, rise = changes_from_parent(decayed, longer, 4)
         last = decayed.optimizer.lr * decayed.schedule.floor

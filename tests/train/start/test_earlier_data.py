@@ -1,4 +1,4 @@
-"""A run file whose dataset was prepared anew begins another run, and says so with what goes on with the old one."""
+"""A run file whose dataset was prepared again begins another run, with a note on how to resume the old one."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def saved(run: OpenRun) -> None:
     (folder / CHECKPOINT_INDEX).touch()
 
 
-def prepared_anew(spec: RunSpec) -> None:
+def prepared_again(spec: RunSpec) -> None:
     shutil.rmtree(spec.data.path)
     make_dataset(Path(spec.data.path), salt="other words")
 
 
-def test_of_a_dataset_that_was_prepared_anew_the_run_before_is_named(spec: RunSpec) -> None:
+def test_the_run_before_is_named_if_its_dataset_was_prepared_again(spec: RunSpec) -> None:
     before = opened(spec)
     saved(before)
-    prepared_anew(spec)
+    prepared_again(spec)
     run = opened(spec)
     assert run.directory.path != before.directory.path
     (note,) = notes_of_earlier_data(run)
@@ -53,10 +53,12 @@ def test_of_a_dataset_that_was_prepared_anew_the_run_before_is_named(spec: RunSp
     assert "begins at step 0" in note
     assert "put its dataset back" in note
     saved(run)
-    assert notes_of_earlier_data(opened(spec)) == [], "it is said once: a run that has saved goes on"
+    assert notes_of_earlier_data(opened(spec)) == [], "it is noted once: a run that has saved resumes"
 
 
-def test_what_a_dataset_packed_anew_asks_for_is_named_with_what_goes_on_without_it(spec: RunSpec) -> None:
+def test_a_field_that_a_dataset_packed_again_sets_is_named_with_the_way_to_resume_without_it(
+    spec: RunSpec,
+) -> None:
     before = opened(replace_at(spec, "train.document_mask", False))
     saved(before)
     (note,) = notes_of_earlier_data(opened(replace_at(spec, "train.document_mask", True)))
@@ -71,7 +73,7 @@ def test_other_runs_and_runs_that_never_saved_are_not_named(
     before = opened(replace_at(spec, "train.steps", 9) if other == "train.steps" else spec)
     if other != "unsaved":
         saved(before)
-    prepared_anew(spec)
+    prepared_again(spec)
     run = opened(dataclasses.replace(spec, run_dir=str(tmp_path / "mine")) if other == "run_dir" else spec)
     assert notes_of_earlier_data(run) == []
 
@@ -82,6 +84,6 @@ def test_a_folder_of_such_a_name_that_cannot_be_looked_into_hinders_no_start(spe
     strange = before.directory.path.with_name(f"{spec.name}-0000")
     strange.mkdir()
     (strange / "checkpoints").symlink_to("x" * 300)  # even root cannot follow it
-    prepared_anew(spec)
+    prepared_again(spec)
     (note,) = notes_of_earlier_data(opened(spec))
     assert str(before.directory.path) in note

@@ -37,7 +37,7 @@ def test_text_is_prepared_with_the_models_tokenizer_and_shape_and_weights_are_th
     spec = described(model.path, text)
     assert (spec.model.layers, spec.model.vocab_size) == (3, 300)
     assert spec.checkpoint.init_from == str(model.path)
-    index = ready_data(spec.data, lambda _what, _done, _total: None)[ONLY].index
+    index = ready_data(spec.data, lambda _label, _done, _total: None)[ONLY].index
     assert index.tokenizer_fingerprint == train_bpe(["a b c"], vocab_size=257).fingerprint
 
 

@@ -66,9 +66,9 @@ def test_a_run_from_a_store_has_the_bits_of_one_from_a_folder(
     )
     assert list(start_problems(remote, open_places(remote.data), begins=True)) == []
     (expected, *_) = ranks.run(2, train_on_this_rank, local)
-    (found, *_) = ranks.run(3, train_in, remote, dict(s3_server.environment))
-    assert found is not None
-    assert found["weights_sha256"] == expected["weights_sha256"]
+    (actual, *_) = ranks.run(3, train_in, remote, dict(s3_server.environment))
+    assert actual is not None
+    assert actual["weights_sha256"] == expected["weights_sha256"]
     (origin,) = read_small_json(tmp_path / "remote" / "record.json")["lineage"]
     (there,) = read_small_json(tmp_path / "local" / "record.json")["lineage"]
     assert (origin["run_dir"], origin["step"]) == (url, 4)

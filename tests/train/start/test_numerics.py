@@ -67,7 +67,7 @@ def test_it_is_portable_on_a_cpu_and_native_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("numerics", ["portable", "native"])
-def test_what_the_file_says_holds(numerics: str) -> None:
+def test_the_choice_of_the_run_file_holds(numerics: str) -> None:
     begin(of("native" if numerics == "portable" else "portable"))
     assert chosen(of(numerics)) == numerics
 

@@ -70,7 +70,7 @@ def test_the_tokenizer_is_copied_so_that_the_folder_stands_alone(spec: RunSpec) 
     assert (opened(spec).directory.tokenizer / "tokenizer.json").exists()
 
 
-def test_a_run_takes_over_what_the_publisher_of_the_model_that_it_starts_from_said(
+def test_a_run_takes_over_the_published_files_of_the_model_that_it_starts_from(
     spec: RunSpec, tmp_path: Path
 ) -> None:
     imported = RunDirectory(tmp_path / "imported")
@@ -190,7 +190,7 @@ def test_a_start_that_was_killed_half_way_does_not_lock_the_run_out(spec: RunSpe
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"{}", b"[1]", b"\xff\xfe"])
-def test_a_damaged_result_is_made_anew_and_a_damaged_record_refused_by_name(
+def test_a_damaged_result_is_made_again_and_a_damaged_record_refused_by_name(
     spec: RunSpec, damage: bytes
 ) -> None:
     directory = opened(spec).directory

@@ -238,11 +238,11 @@ def statistics_events(run_dir: Path) -> list[LayerStatistics]:
 def test_a_run_that_breaks_off_and_changes_its_layout_has_the_same_figures(
     ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
-    whole = dataclasses.replace(
+    unbroken = dataclasses.replace(
         tiny_run(dataset, tmp_path / "whole"), statistics=StatisticsSpec(every_steps=3)
     )
-    (result,) = ranks.run(1, train_on_this_rank, whole)
-    broken = dataclasses.replace(whole, run_dir=str(tmp_path / "broken"))
+    (result,) = ranks.run(1, train_on_this_rank, unbroken)
+    broken = dataclasses.replace(unbroken, run_dir=str(tmp_path / "broken"))
     ranks.run(2, train_on_this_rank, on_layout(broken, "zero3", 2), 4)
     results = ranks.run(4, train_on_this_rank, on_layout(broken, "zero2", 2))
     assert [event.step for event in statistics_events(tmp_path / "whole")] == [3, 6]

@@ -1,4 +1,4 @@
-"""Measured memory is what arithmetic says it must be."""
+"""Measured memory is that of closed forms."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_activations_of_a_stack_of_layers_have_their_closed_form() -> None:
     meter = MemoryMeter([stack], list, CPU, compiled=False)
     with meter:
         stack(x).sum().backward()
-    # Of each layer the result of tanh is kept, which is the next layer's input.
+    # Each layer keeps the result of tanh, which is the next layer's input.
     assert meter.result().activations == 4 * layers * rows * width
 
 
@@ -97,8 +97,8 @@ def test_offloaded_activations_do_not_count(tmp_path: Any) -> None:
 def test_one_micro_batch_after_another_keeps_no_more_than_one() -> None:
     model = build(DENSE)
     measured(model)  # gradients are there from now on
-    one, three = measured(model), measured(model, micro_batches=3)
-    assert three.activations == one.activations
+    single, three = measured(model), measured(model, micro_batches=3)
+    assert three.activations == single.activations
 
 
 def test_micro_batches_in_flight_add_up() -> None:
@@ -108,9 +108,9 @@ def test_micro_batches_in_flight_add_up() -> None:
         losses = [loss_of(model, seed) for seed in range(3)]
         for loss in losses:
             loss.backward()
-    one = measured(build(DENSE)).activations
-    assert one is not None
-    assert meter.result().activations == pytest.approx(3 * one, rel=0.01)
+    single = measured(build(DENSE)).activations
+    assert single is not None
+    assert meter.result().activations == pytest.approx(3 * single, rel=0.01)
 
 
 def test_measuring_changes_no_bit() -> None:

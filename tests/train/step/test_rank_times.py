@@ -1,4 +1,4 @@
-"""What ranks measure of themselves: the same table on all of them, the slow one's own time, and one stream over restarts."""
+"""Measurements of ranks: the same table on all of them, the slow one's own time, and one stream over restarts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST_SLOW_S = 0.5
 
 
 class Watching(Guardian):
-    """Compares what all ranks were told, and may slow its rank down."""
+    """Compares the measurements that all ranks received, and may slow its rank down."""
 
     def __init__(
         self, window: int, slow_rank: int = -1, accused: Path = Path(), *, pauses_once: bool = False
@@ -70,9 +70,9 @@ class Watching(Guardian):
 
     def measured(self, frame: RankFrame) -> None:
         mine = frame.step, frame.steps, {name: values.tobytes() for name, values in frame.columns.items()}
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, mine)
-        assert all(one == mine for one in told)
+        tables: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(tables, mine)
+        assert all(table == mine for table in tables)
         if self._slow_rank in {straggler.rank for straggler in self._watch.look(frame)}:
             self._accused.touch()
         spent: list[Any] = [None] * dist.get_world_size()
@@ -130,7 +130,7 @@ def test_a_planted_slow_rank_stands_out_in_every_frame_and_is_named_by_the_strag
     typical = np.median([frame.columns["compute_s"] for frame in frames], axis=0)
     assert typical.argmax() == 1
     assert (tmp_path / "accused").exists()
-    # Whoever waits for it communicates longer, so by communication the others would be accused.
+    # The other rank waits for it and so communicates longer: by communication that one would be accused.
     assert (tmp_path / "least communication").read_text() == "1"
 
 
@@ -145,7 +145,7 @@ def test_a_window_has_the_mean_of_its_steps_so_that_a_pause_in_one_of_them_shows
 
 
 @pytest.mark.parametrize("layout", [("none", 0), ("zero3", 2)])
-def test_all_ranks_are_told_the_same_numbers(
+def test_all_ranks_receive_the_same_numbers(
     ranks: Ranks, dataset: Path, tmp_path: Path, layout: tuple[str, int]
 ) -> None:
     spec = on_layout(every(tiny_run(dataset, tmp_path / "run"), 2), *layout)
@@ -157,7 +157,7 @@ def test_all_ranks_are_told_the_same_numbers(
         assert (frame.columns["compute_s"] > 0).all()
         assert (frame.columns["data_wait_s"] >= 0).all()
         assert (frame.columns["memory_bytes"] > 1 << 20).all()
-        assert np.isnan(frame.columns["temperature_c"]).all()  # of a CPU
+        assert np.isnan(frame.columns["temperature_c"]).all()  # a CPU reports none
 
 
 def test_a_run_that_crashed_and_goes_on_with_more_ranks_goes_on_in_the_same_file(
@@ -189,6 +189,10 @@ def test_a_stream_that_cannot_be_written_costs_one_warning_and_no_step(
     result, *_ = ranks.run(2, train_on_this_rank, spec)
     assert result["step"] == 6
     events = [event.body for event in read_events(tmp_path / "run" / "events.jsonl")]
-    told = [one.text for one in events if isinstance(one, Message) and "ranks.bin" in one.text]
-    assert len(told) == 1
-    assert "training continues" in told[0]
+    warnings = [
+        event_body.text
+        for event_body in events
+        if isinstance(event_body, Message) and "ranks.bin" in event_body.text
+    ]
+    assert len(warnings) == 1
+    assert "training continues" in warnings[0]

@@ -20,7 +20,7 @@ GPU = torch.device("cuda", 1)
 
 def test_all_that_goes_to_a_gpu_goes_from_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[Tensor] = []
-    gone: list[Tensor] = []
+    sent: list[Tensor] = []
 
     def lock(self: Tensor) -> Tensor:
         locked.append(self.clone())
@@ -28,7 +28,7 @@ def test_all_that_goes_to_a_gpu_goes_from_page_locked_memory(monkeypatch: pytest
 
     def go(self: Tensor, to: Any, *_: Any, **__: Any) -> Tensor:
         assert to == GPU
-        gone.append(self)
+        sent.append(self)
         return self
 
     monkeypatch.setattr(Tensor, "pin_memory", lock)
@@ -43,6 +43,6 @@ def test_all_that_goes_to_a_gpu_goes_from_page_locked_memory(monkeypatch: pytest
     assert batch.documents is not None
     parts = (batch.tokens, batch.targets, batch.positions, batch.documents.ids)
     ahead = [part for each in batch.further for part in (each.tokens, each.targets)]
-    assert len(gone) == len(parts) + len(ahead) == 6
-    assert all(any(part is one for one in locked) for part in gone)
-    assert all(any(part is one for one in gone) for part in (*parts, *ahead))
+    assert len(sent) == len(parts) + len(ahead) == 6
+    assert all(any(part is tensor for tensor in locked) for part in sent)
+    assert all(any(part is tensor for tensor in sent) for part in (*parts, *ahead))

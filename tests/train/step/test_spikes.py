@@ -1,4 +1,4 @@
-"""What is a spike and what is not: a function of the losses and gradient norms that a run has logged."""
+"""Spikes, as a function of the losses and gradient norms that a run has logged."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def falling(steps: int, noise: float = 0.03, seed: int = 0) -> list[tuple[float,
 def spikes(rule: SpikeRule, steps: list[tuple[float, float]]) -> list[int]:
     """The indices of the steps that are spikes after those before them."""
     history: list[list[float]] = []
-    found = []
+    indices = []
     for index, (loss, norm) in enumerate(steps):
         if rule.find(history, loss, norm):
-            found.append(index)
+            indices.append(index)
         history = rule.remember(history, loss, norm)
-    return found
+    return indices
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -58,9 +58,9 @@ def test_a_lone_jump_of_the_gradient_norm_is_one_and_is_named() -> None:
     steps = falling(200)
     steps[150] = (steps[150][0], 30.0)
     assert spikes(RULE, steps) == [150]
-    found = RULE.find(steps[118:150], *steps[150])
-    assert found is not None
-    assert found.figure == "gradient norm"
+    spike = RULE.find(steps[118:150], *steps[150])
+    assert spike is not None
+    assert spike.figure == "gradient norm"
 
 
 def test_a_loss_that_falls_is_none_however_far() -> None:
@@ -84,9 +84,9 @@ def test_what_is_not_finite_is_no_spike_and_is_not_remembered(number: float) -> 
 
 def test_a_level_that_has_changed_for_good_is_usual_after_half_a_window() -> None:
     steps = falling(200) + [(loss + 2.0, norm) for loss, norm in falling(200, seed=1)[100:]]
-    found = spikes(RULE, steps)
-    assert found[0] == 200
-    assert 8 <= len(found) <= RULE.window // 2 + 1
+    spike_steps = spikes(RULE, steps)
+    assert spike_steps[0] == 200
+    assert 8 <= len(spike_steps) <= RULE.window // 2 + 1
 
 
 @given(

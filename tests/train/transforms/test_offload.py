@@ -86,17 +86,17 @@ def test_a_forward_pass_without_backward_gives_its_room_back(tmp_path: Path) -> 
 def test_a_storage_goes_away_once_however_often_it_is_saved(
     tmp_path: Path, kind: Any, blocks_inputs_only: bool
 ) -> None:
-    store, gone = FileStore(tmp_path, CPU), []
+    store, offloaded = FileStore(tmp_path, CPU), []
 
     def remember(source: torch.Tensor) -> Any:
-        gone.append(source)  # kept, so that no address is used twice
+        offloaded.append(source)  # kept, so that no address is used twice
         return store(source)
 
     recompute = partial(apply_recompute, spec=RunSpec(memory=MemorySpec(recompute=kind)))
     model = build(DENSE, recompute, partial(offload_activations, store=remember, smallest=1))
     loss_of(model)
-    assert len({source.data_ptr() for source in gone}) == len(gone)
-    assert (len(gone) == DENSE.layers) == blocks_inputs_only
+    assert len({source.data_ptr() for source in offloaded}) == len(offloaded)
+    assert (len(offloaded) == DENSE.layers) == blocks_inputs_only
 
 
 @given(st.lists(st.integers(1, 100_000), min_size=1, max_size=12))
@@ -132,8 +132,8 @@ def ran(program: str, folder: Path) -> tuple[int, str]:
     script = folder / "program.py"
     script.write_text(program)
     process = Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    said, _ = process.communicate()
-    return process.returncode, said
+    printed, _ = process.communicate()
+    return process.returncode, printed
 
 
 def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path) -> None:
@@ -151,10 +151,10 @@ try:
 except OffloadError as error:
     print(error)
 """
-    code, said = ran(program, tmp_path)
+    code, printed = ran(program, tmp_path)
     assert code == 0
-    assert str(tmp_path) in said
-    assert "memory.offload_path" in said
+    assert str(tmp_path) in printed
+    assert "memory.offload_path" in printed
 
 
 def test_a_killed_process_leaves_no_file_behind(tmp_path: Path) -> None:

@@ -121,7 +121,9 @@ def gradients_by_document(model: nn.Module, length: int) -> dict[str, torch.Tens
     ids = torch.arange(40) * torch.tensor([[1], [2]]) // length
     model.zero_grad()
     model(tokens, documents=Documents.numbered(ids)).square().mean().backward()
-    return {name: torch.clone(held.grad) for name, held in model.named_parameters() if held.grad is not None}
+    return {
+        name: torch.clone(weight.grad) for name, weight in model.named_parameters() if weight.grad is not None
+    }
 
 
 def test_documents_of_other_lengths_need_no_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +133,11 @@ def test_documents_of_other_lengths_need_no_other_program(monkeypatch: pytest.Mo
     compiled, saving = build(DENSE, compile_blocks), build(DENSE, compile_blocks, recompute("full"))
     programs = []
     for length in (4, 7, 12, 40):
-        found = gradients_by_document(compiled, length)
-        torch.testing.assert_close(found, gradients_by_document(build(DENSE), length), rtol=1e-4, atol=1e-5)
-        assert same_bits(found, gradients_by_document(saving, length))
+        gradients = gradients_by_document(compiled, length)
+        torch.testing.assert_close(
+            gradients, gradients_by_document(build(DENSE), length), rtol=1e-4, atol=1e-5
+        )
+        assert same_bits(gradients, gradients_by_document(saving, length))
         programs.append(counters["stats"]["unique_graphs"])
     assert len(set(programs)) == 1
 
@@ -209,7 +213,7 @@ def test_a_mixture_that_keeps_selectively_in_bf16_has_the_bits_of_one_that_keeps
         "--ranks",
         "1",
         "--json",
-        *(part for one in mixture for part in ("--set", one)),
+        *(part for override in mixture for part in ("--set", override)),
     ]
     hashes = {
         how: last_json(run([*command, "--run-dir", how, "--set", f"memory.recompute={how}"], tmp_path))[
