@@ -74,8 +74,8 @@ def test_the_links_of_a_system_are_slower_than_its_memory_and_faster_than_its_ne
     ],
 )
 def test_a_cluster_is_named_by_accelerators_or_by_domains(description: str, key: str, count: int) -> None:
-    found = cluster(description)
-    assert (found.accelerator.key, found.accelerators) == (key, count)
+    described = cluster(description)
+    assert (described.accelerator.key, described.accelerators) == (key, count)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,11 @@ def test_a_wrong_cluster_is_explained(description: str, says: str) -> None:
 def test_a_user_states_only_what_differs(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[system]\nlike = "h100"\nsource = "my offer"\nfabric = {bytes_per_s = 25e9}\n')
-    found, stock = cluster(f"{path}:64"), cluster("h100:64")
-    assert found.fabric.bytes_per_s == Fact(25e9, "my offer", "")
-    assert found.fabric.levels == stock.fabric.levels
-    assert found.domain == stock.domain
-    assert found.accelerator == stock.accelerator
+    own, stock = cluster(f"{path}:64"), cluster("h100:64")
+    assert own.fabric.bytes_per_s == Fact(25e9, "my offer", "")
+    assert own.fabric.levels == stock.fabric.levels
+    assert own.domain == stock.domain
+    assert own.accelerator == stock.accelerator
     path.write_text('[system]\nlike = "h100"\npue = 1.05\n')
     assert cluster(f"{path}:64").pue == Fact(1.05, f"stated in {path}", "")
 
@@ -115,9 +115,9 @@ def test_a_user_adds_an_accelerator_and_its_constants(tmp_path: Path) -> None:
             "efficiency = 0.8238", "efficiency = 0.5"
         )
     )
-    found = cluster(f"{path}:8").accelerator
-    assert (found.key, found.memory_bytes) == ("h100x", Fact(1e11, "my bench", ""))
-    assert profile_of(found).constants.matmul["bf16"].efficiency == 0.5
+    own = cluster(f"{path}:8").accelerator
+    assert (own.key, own.memory_bytes) == ("h100x", Fact(1e11, "my bench", ""))
+    assert profile_of(own).constants.matmul["bf16"].efficiency == 0.5
     assert profile_of(accelerator("h100")).constants.matmul["bf16"].efficiency != 0.5
 
 
@@ -179,7 +179,7 @@ def test_a_file_that_is_no_utf_8_is_explained(tmp_path: Path) -> None:
         load_user(path)
 
 
-def test_all_mistakes_of_a_table_are_told_at_once_with_their_file(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_table_are_reported_at_once_with_their_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[system]\nlike = "h100"\npue = -1\nper_node = 0\n[system.domain]\nsiz = 8\n')
     with pytest.raises(HardwareError) as caught:
@@ -269,6 +269,6 @@ def test_a_missing_profile_lists_those_that_exist() -> None:
     assert {"a100", "h100", "h200", "b200", "gb200"} <= set(profile_names())
 
 
-def test_announced_hardware_says_so() -> None:
+def test_announced_hardware_is_marked() -> None:
     announced = [entry.key for entry in accelerators().values() if entry.announced_only]
     assert announced == ["vr200"]

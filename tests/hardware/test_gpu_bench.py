@@ -27,16 +27,16 @@ from ranks import Ranks
 
 
 def stand_in(parts: tuple[str, ...]) -> dict[str, dict[str, object]]:
-    """What the parts tell on a CPU."""
+    """Results of the parts on a CPU."""
     from bench.gpu import bits, layers, serving, speed, trace
     from phalanx.hardware.portable import operations
 
-    device, found = torch.device("cpu"), {}
+    device, results = torch.device("cpu"), {}
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     for part in parts:
         mine: dict[str, object] = {}
-        found[part] = mine
+        results[part] = mine
         match part:
             case "hashes":
                 bits.hashes(device, mine.__setitem__)
@@ -60,7 +60,7 @@ def stand_in(parts: tuple[str, ...]) -> dict[str, dict[str, object]]:
                 bits.hashes_elsewhere(device, mine.__setitem__)
         operations.end()  # parts have processes of their own, and exact serving computes by portable kernels in its
     torch.use_deterministic_algorithms(deterministic)
-    return found
+    return results
 
 
 @pytest.mark.servers
@@ -78,15 +78,15 @@ def test_every_part_runs_in_small_on_a_cpu_and_what_should_hold_does(ranks: Rank
     )
     (alone,) = ranks.run(1, stand_in, parts_of_one)
     together = ranks.run(2, stand_in, ("hashes of 2 ranks",))[0]
-    parts = {name: PartResult(name, "ok", 1.0, found) for name, found in (alone | together).items()}
+    parts = {name: PartResult(name, "ok", 1.0, results) for name, results in (alone | together).items()}
     assert [
         (part.name, name, value)
         for part in parts.values()
         for name, value in part.findings.items()
         if isinstance(value, dict) and "error" in value
     ] == []
-    held = verdicts(parts)
-    assert {verdict.holds for verdict in held if not verdict.statement.startswith("compiled")} == {True}
+    judged = verdicts(parts)
+    assert {verdict.holds for verdict in judged if not verdict.statement.startswith("compiled")} == {True}
     written = page({"python": "3"}, parts)
     assert all(f"## {name}" in written for name in parts)
 
@@ -97,7 +97,7 @@ def one_part(program: str, limit_s: float, ranks: int = 1) -> PartResult:
     return run_processes("a part", commands, limit_s, {}, threading.Event())
 
 
-def test_what_a_part_has_told_is_kept_when_it_hangs_or_fails() -> None:
+def test_results_of_a_part_are_kept_when_it_hangs_or_fails() -> None:
     limit_s = 3.0
     while not (
         hung := one_part("tell('hash', 'abc')\nprint('waiting', flush=True)\ntime.sleep(600)", limit_s)
@@ -124,8 +124,8 @@ def test_a_signal_ends_a_part_and_the_report_has_it(tmp_path: Path) -> None:
 
 
 def test_hashes_that_differ_are_named_and_missing_ones_prove_nothing() -> None:
-    def of(**found: object) -> list[bool | None]:
-        named = {name.replace("_", ", "): value for name, value in found.items()}
+    def of(**hashes: object) -> list[bool | None]:
+        named = {name.replace("_", ", "): value for name, value in hashes.items()}
         return [verdict.holds for verdict in verdicts({"hashes": PartResult("hashes", "ok", 1.0, named)})]
 
     assert of(eager="a", eager_again="a", compiled="b", compiled_full="b") == [True, True]
@@ -159,7 +159,7 @@ def test_a_gap_is_booked_on_the_operation_that_launched_the_kernel_after_it() ->
             "args": args,
         }
 
-    found = summary(
+    trace = summary(
         [
             kernel("nvjet_gemm", 0, 100, 1),
             kernel("memcpy", 50, 100, 2),  # another stream: from 0 to 150 there is no gap
@@ -169,11 +169,11 @@ def test_a_gap_is_booked_on_the_operation_that_launched_the_kernel_after_it() ->
             host("cpu_op", "aten::mm", 0, 3),
         ]
     )
-    assert found["kernels"] == 3
-    assert found["span_ms"] == 0.3
-    assert abs(found["busy"] - 250 / 300) < 1e-12
-    assert found["gaps"] == {"aten::item": {"ms": 0.05, "of_span": 50 / 300, "count": 1}}
-    assert set(found["classes"]) == {"matrix product", "copy", "optimizer and norm"}
+    assert trace["kernels"] == 3
+    assert trace["span_ms"] == 0.3
+    assert abs(trace["busy"] - 250 / 300) < 1e-12
+    assert trace["gaps"] == {"aten::item": {"ms": 0.05, "of_span": 50 / 300, "count": 1}}
+    assert set(trace["classes"]) == {"matrix product", "copy", "optimizer and norm"}
 
 
 def test_kernels_have_classes() -> None:
@@ -222,14 +222,14 @@ def measured_parts(step_s: float, steps: int) -> dict[str, PartResult]:
 def test_a_report_has_the_predicted_beside_the_measured_time_of_a_step_by_class_of_kernel() -> None:
     parts, work, rates = measured_parts(2.0, 3), counted_runs()["llama-1b", 1].ours, RATES["H200"]
     rows = comparisons("NVIDIA H200, 570.0, 143771 MiB, 700.00 W", parts)
-    found = {(row.run, row.quantity): (row.predicted, row.measured) for row in rows}
+    pairs = {(row.run, row.quantity): (row.predicted, row.measured) for row in rows}
     trace = "llama-1b, trace of ours"
-    assert found["llama-1b, ours", "step, ms"] == pytest.approx((work.seconds(rates) * 1e3, 2000))
-    assert found[trace, "matrix product, ms"] == pytest.approx((work.product_flops / 650e9, 7.0))
-    assert found[trace, "attention, ms"] == pytest.approx((work.attention_flops / 350e9, 2.0))
-    assert found[trace, "idle, ms"] == pytest.approx((0.0, 1.0))
-    assert found[trace, "kernels"] == (work.launches, 2.0)
-    assert {f"{label}, ms" for label in work.bytes_by_class} <= {quantity for _, quantity in found}
+    assert pairs["llama-1b, ours", "step, ms"] == pytest.approx((work.seconds(rates) * 1e3, 2000))
+    assert pairs[trace, "matrix product, ms"] == pytest.approx((work.product_flops / 650e9, 7.0))
+    assert pairs[trace, "attention, ms"] == pytest.approx((work.attention_flops / 350e9, 2.0))
+    assert pairs[trace, "idle, ms"] == pytest.approx((0.0, 1.0))
+    assert pairs[trace, "kernels"] == (work.launches, 2.0)
+    assert {f"{label}, ms" for label in work.bytes_by_class} <= {quantity for _, quantity in pairs}
     text = page({}, parts, rows)
     error = work.product_flops / 650e9 / 7.0 - 1
     assert f"{error:+.1%} |" in next(line for line in text.splitlines() if "| matrix product, ms |" in line)
@@ -245,18 +245,18 @@ def test_a_trace_that_failed_is_compared_with_nothing() -> None:
 
 
 def test_parts_that_are_wanted_most_come_first_and_fit_into_the_ranks() -> None:
-    one = [part.name for part in parts_for(1, 1)]
-    assert one[:2] == ["hashes", "speed"]
+    names = [part.name for part in parts_for(1, 1)]
+    assert names[:2] == ["hashes", "speed"]
     assert {part.ranks for part in parts_for(1, 1)} == {1, 2, 3}  # several ranks share the GPU
     assert max(part.ranks for part in parts_for(8, 8)) == 8
 
 
 def limits(parts: Sequence[Part], remaining_s: float) -> list[float]:
     """The limits of parts that all take as long as they may."""
-    found: list[float] = []
+    granted: list[float] = []
     for index, part in enumerate(parts):
-        found.append(limit_of(part, parts[index + 1 :], remaining_s - sum(found)))
-    return found
+        granted.append(limit_of(part, parts[index + 1 :], remaining_s - sum(granted)))
+    return granted
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])

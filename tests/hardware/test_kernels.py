@@ -1,4 +1,4 @@
-"""Kernels that go over memory once have the bits of the chain of PyTorch operations, and where there are none a warning says so."""
+"""Kernels that go over memory once have the bits of the chain of PyTorch operations, and where there are none a warning is logged."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class TestOnACpu:
         columns = [any_numbers(lengths, offset, 4 * seed + column) for column in range(4)]
         updated = []
         for kernels in (REFERENCE, fused_kernels(CPU)):
-            held = [[tensor.clone() for tensor in column] for column in columns]
-            kernels.adamw(held[0], held[1], held[2], held[3], numbers)
-            updated.append([bits(tensor) for column in held for tensor in column])
+            copies = [[tensor.clone() for tensor in column] for column in columns]
+            kernels.adamw(copies[0], copies[1], copies[2], copies[3], numbers)
+            updated.append([bits(tensor) for column in copies for tensor in column])
         assert updated[0] == updated[1]
 
     @given(sizes, offsets, st.integers(0, 1000), st.integers(-120, 120))
@@ -105,8 +105,8 @@ class TestOnACpu:
         tensors = any_numbers(lengths, offset, seed)
         finite = [tensor.nan_to_num(nan=1.0, posinf=2.0, neginf=3.0) for tensor in tensors]
         infinite = [tensor.nan_to_num(nan=-torch.inf) for tensor in tensors]
-        for held in (tensors, finite, infinite):
-            peaks = [kernels.peak(held, CPU) for kernels in (REFERENCE, fused_kernels(CPU))]
+        for numbers in (tensors, finite, infinite):
+            peaks = [kernels.peak(numbers, CPU) for kernels in (REFERENCE, fused_kernels(CPU))]
             assert torch.equal(peaks[0].nan_to_num(nan=-1.0), peaks[1].nan_to_num(nan=-1.0))
 
 
@@ -115,14 +115,14 @@ def test_shares_hold_every_element_once_and_are_nearly_equal(lengths: list[int],
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "_LEAST_SHARE", 100)
         shares = choose.shares_of(lengths, threads)
-    found = [
+    covered = [
         (tensor, first + i) for share in shares for tensor, first, length in share for i in range(length)
     ]
-    assert found == [(tensor, i) for tensor, length in enumerate(lengths) for i in range(length)]
-    held = [sum(length for *_, length in share) for share in shares]
+    assert covered == [(tensor, i) for tensor, length in enumerate(lengths) for i in range(length)]
+    share_lengths = [sum(length for *_, length in share) for share in shares]
     assert len(shares) <= threads
-    assert all(abs(a - b) <= 1 for a, b in itertools.pairwise(held))
-    assert len(shares) <= 1 or min(held) >= 100
+    assert all(abs(a - b) <= 1 for a, b in itertools.pairwise(share_lengths))
+    assert len(shares) <= 1 or min(share_lengths) >= 100
 
 
 def test_other_formats_than_fp32_are_left_to_the_reference() -> None:
@@ -132,7 +132,7 @@ def test_other_formats_than_fp32_are_left_to_the_reference() -> None:
     assert kernels_for(CPU, [wide]) is not REFERENCE
 
 
-def test_without_a_compiler_the_reference_runs_and_a_warning_says_so(
+def test_without_a_compiler_the_reference_runs_and_a_warning_is_logged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -159,7 +159,7 @@ class OneBitOff(Kernels):
         weights[0].view(torch.int32)[7] ^= 1
 
 
-def test_kernels_with_other_bits_are_not_used_and_a_warning_says_so(
+def test_kernels_with_other_bits_are_not_used_and_a_warning_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choose, "_ways", lambda device: [OneBitOff])  # noqa: ARG005
@@ -181,16 +181,16 @@ def test_of_many_ranks_that_start_at_once_one_compiles(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiler.subprocess, "run", compile_slowly)
-    found: list[bytes] = []
+    contents: list[bytes] = []
     ranks = [
-        threading.Thread(target=lambda: found.append(compiler.compiled(choose.SOURCE).read_bytes()))
+        threading.Thread(target=lambda: contents.append(compiler.compiled(choose.SOURCE).read_bytes()))
         for _ in range(8)
     ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
-    assert found == [b"whole"] * 8
+    assert contents == [b"whole"] * 8
     assert len(made) == 1
 
 

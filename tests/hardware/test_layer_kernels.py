@@ -1,4 +1,4 @@
-"""What surrounds a layer's products, in one pass over memory: the bits of PyTorch's operations, forward and backward."""
+"""Operations around a layer's products in one pass over memory have the bits of PyTorch's, forward and backward."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", ["heads behind tokens", "tokens behind heads", "a part of each head"])
 def test_a_rotation_has_the_bits_of_its_formula_and_so_has_its_gradient(layout: str) -> None:
     cos, sin = (drawn(seed, 33, 32).nan_to_num(1.0, 1.0, 1.0).cos() for seed in (1, 2))
-    found = []
+    results = []
     for function in (turned, rotate):
         leaf = drawn(3, 2, 33, 4, 40).nan_to_num(1.0, 1.0, 1.0).requires_grad_()
         x = leaf[..., 4:36] if layout == "a part of each head" else leaf[..., :32].contiguous()
@@ -73,10 +73,10 @@ def test_a_rotation_has_the_bits_of_its_formula_and_so_has_its_gradient(layout: 
         x = x.contiguous() if layout == "tokens behind heads" else x
         result = function(x, cos, sin)
         (gradient,) = torch.autograd.grad(result, leaf, drawn(4, *result.shape).nan_to_num(1.0, 1.0, 1.0))
-        found.append((result, gradient, result.stride()))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
-    assert found[0][2] == found[1][2]  # what follows is given the same layout
+        results.append((result, gradient, result.stride()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert results[0][2] == results[1][2]  # the next operation gets the same layout
 
 
 def test_a_norm_and_its_gradient_have_the_bits_of_single_operations() -> None:
@@ -84,7 +84,7 @@ def test_a_norm_and_its_gradient_have_the_bits_of_single_operations() -> None:
     torch.nn.init.normal_(norm.weight)
     slope = torch.randn(5, 7, 96)
     result = norm(x)
-    found = torch.autograd.grad(result, (x, norm.weight), slope)
+    gradients = torch.autograd.grad(result, (x, norm.weight), slope)
     with torch.no_grad():
         inverse = x.square().mean(-1, keepdim=True).add_(1e-6).rsqrt_()
         unit = x * inverse
@@ -92,8 +92,8 @@ def test_a_norm_and_its_gradient_have_the_bits_of_single_operations() -> None:
         along = torch.mv(rows, norm.weight).div_(96).view_as(inverse)
         expected = ((slope * norm.weight) - unit * along) * inverse
     assert torch.equal(result, F.rms_norm(x, (96,), norm.weight, 1e-6))
-    assert torch.equal(found[0], expected)
-    assert torch.equal(found[1], rows.sum(0))
+    assert torch.equal(gradients[0], expected)
+    assert torch.equal(gradients[1], rows.sum(0))
 
 
 def test_other_formats_and_tensors_that_are_not_there_are_left_to_the_reference() -> None:

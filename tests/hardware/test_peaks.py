@@ -26,9 +26,9 @@ from phalanx.hardware.local.device import measure_matmul_flops
     ],
 )
 def test_a_drivers_name_finds_its_accelerator(reported: str, name: str) -> None:
-    found = accelerator_named(reported)
-    assert found is not None
-    assert found.name == name
+    named = accelerator_named(reported)
+    assert named is not None
+    assert named.name == name
 
 
 def test_an_unknown_accelerator_is_not_guessed() -> None:
@@ -97,10 +97,10 @@ def test_plans_take_this_machine_for_what_was_measured_else_for_its_gpus_else_fo
     monkeypatch.setattr("phalanx.hardware.local.detect.metadata.version", lambda _name: "2.13.0+cu130")
     driver = tmp_path / "gpus"
     assert system_here(driver) == "cpu"
-    told = driver / "0000:01:00.0" / "information"
-    told.parent.mkdir(parents=True)
+    information = driver / "0000:01:00.0" / "information"
+    information.parent.mkdir(parents=True)
     for model, system in (("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 9090", None)):
-        told.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 16\n")
+        information.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 16\n")
         assert system_here(driver) == system
         assert system is None or cluster(f"{system}:8").accelerator.name.startswith(model)
     (tmp_path / "this.toml").touch()

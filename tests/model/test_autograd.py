@@ -1,4 +1,4 @@
-"""What is marked to be left out by the compiler is left out, as ``torch.compiler.disable`` does it."""
+"""Functions that are marked for it are left out by the compiler, as ``torch.compiler.disable`` does it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.model.autograd import uncompiled
 
 
 def facts_of_compiled(leave_out: Callable[..., Any], *, recursive: bool) -> dict[str, object]:
-    """What a compiled function that calls one that is left out gives, and of what graphs it is made."""
+    """The result and the graphs of a compiled function that calls one that is left out."""
     compiling: list[bool] = []
 
     def below(x: Tensor) -> Tensor:

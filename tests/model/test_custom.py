@@ -1,4 +1,4 @@
-"""A user's own model: called as its parts say, known to the trainer as it is, and refused where it would be trained wrongly."""
+"""A user's own model: called as its parts state, known to the trainer as it is, and refused where it would be trained wrongly."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class DividedInPlace(Mixer):
 
 
 class Halved(nn.Linear):
-    """A head that does more than its weight says."""
+    """A head that does more than multiply with its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) / 2
@@ -372,14 +372,14 @@ def test_a_tied_model_whose_forward_changes_the_logits_is_refused(
 
 
 def test_stages_one_after_another_are_the_whole_chain() -> None:
-    whole = Chain(SPEC)
-    for parameter in whole.parameters():
+    full_chain = Chain(SPEC)
+    for parameter in full_chain.parameters():
         nn.init.normal_(parameter, std=0.1)
     hidden = torch.randint(50, (2, 9))
-    expected = whole(hidden)
+    expected = full_chain(hidden)
     for stage, layers in enumerate((range(1), range(1, 3))):
         part = Chain(SPEC)
-        part.load_state_dict(whole.state_dict())
+        part.load_state_dict(full_chain.state_dict())
         part.keep(layers, first=stage == 0, last=stage == 1)
         hidden = part(hidden)
     assert torch.equal(hidden, expected)
@@ -401,7 +401,7 @@ def test_the_facts_are_those_of_the_module() -> None:
     assert facts.flops_per_token == 3 * block + head
 
 
-def test_a_model_may_say_what_its_parameters_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_may_state_the_kinds_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     stated = {"blocks.0.out.weight": "output", "blocks.0.filter": "bias"}
     monkeypatch.setattr(Mixer, "parameter_kind", lambda _self, name: stated.get(name), raising=False)
     kinds = {parameter.name: parameter.kind for parameter in custom_facts(SPEC, seq_len=8).parameters}

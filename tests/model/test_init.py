@@ -46,8 +46,8 @@ def test_flat_indices_are_those_of_the_whole(
     box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
 ) -> None:
     shape, offset, size = box
-    whole = torch.arange(math.prod(shape)).view(shape)
-    part = whole[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
+    indices = torch.arange(math.prod(shape)).view(shape)
+    part = indices[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
     assert torch.equal(flat_indices(shape, offset, size, torch.device("cpu")), part)
 
 
@@ -65,24 +65,24 @@ def test_a_box_is_filled_with_the_slice_of_the_whole(
 
 def test_a_tensor_that_is_filled_in_several_chunks_has_no_seams() -> None:
     parameter = Parameter("wide.weight", (5, 600_000), "matrix")
-    whole = filled(parameter)
+    full_tensor = filled(parameter)
     for row in range(5):
         out = torch.empty(1, 600_000)
         fill(out, parameter, (row, 0), SPEC, 0)
-        assert torch.equal(out[0], whole[row])
+        assert torch.equal(out[0], full_tensor[row])
 
 
 @given(st.integers(1, 7))
 @settings(max_examples=7)
 def test_rows_dealt_out_over_ranks_are_those_of_one_rank(ranks: int) -> None:
     for parameter in list(parameters(SPEC))[:20]:
-        whole = filled(parameter)
+        full_tensor = filled(parameter)
         cuts = [parameter.shape[0] * rank // ranks for rank in range(ranks + 1)]
         rest = (0,) * (len(parameter.shape) - 1)
         pieces = [torch.empty(stop - start, *parameter.shape[1:]) for start, stop in itertools.pairwise(cuts)]
         for start, piece in zip(cuts, pieces, strict=False):
             fill(piece, parameter, (start, *rest), SPEC, 0)
-        assert torch.equal(torch.cat(pieces), whole)
+        assert torch.equal(torch.cat(pieces), full_tensor)
 
 
 def test_each_expert_of_a_stack_is_filled_by_its_place_in_the_whole() -> None:

@@ -67,7 +67,7 @@ def test_bits_of_neighboring_indices_are_independent() -> None:
         assert abs(changes - COUNT / 2) < 4.5 * math.sqrt(COUNT) / 2, bit
 
 
-def test_streams_are_told_apart_by_seed_and_by_name() -> None:
+def test_streams_differ_by_seed_and_by_name() -> None:
     keys = {stream_key(seed, name) for seed in range(50) for name in ("a", "b", "1", "11")}
     assert len(keys) == 200
     # Seed and name are not simply joined.
@@ -129,7 +129,7 @@ def test_a_number_is_the_quantile_at_its_word(indices: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("left", "right"),
     [
         (sample(), sample(first=1)),
         (sample(), sample(first=4096)),
@@ -141,9 +141,9 @@ def test_a_number_is_the_quantile_at_its_word(indices: list[int]) -> None:
     ],
     ids=["next", "next row", "columns", "layers", "seeds", "far seeds", "far indices"],
 )
-def test_numbers_of_different_places_are_uncorrelated(one: Tensor, other: Tensor) -> None:
+def test_numbers_of_different_places_are_uncorrelated(left: Tensor, right: Tensor) -> None:
     for power in (1, 2):
-        pair = torch.stack([one**power, other**power])
+        pair = torch.stack([left**power, right**power])
         assert abs(float(torch.corrcoef(pair)[0, 1])) < 4 / math.sqrt(COUNT)
 
 
@@ -153,7 +153,7 @@ def test_every_number_is_a_multiple_of_a_power_of_two_and_exact_in_fp64() -> Non
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=30))
-def test_a_number_does_not_depend_on_what_is_asked_for_with_it(indices: list[int]) -> None:
+def test_a_number_does_not_depend_on_the_others_that_are_drawn_with_it(indices: list[int]) -> None:
     key = stream_key(3, "y")
     together = normal(key, torch.tensor(indices))
     alone = torch.cat([normal(key, torch.tensor([index])) for index in indices])

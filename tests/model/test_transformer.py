@@ -56,8 +56,8 @@ def test_sequences_of_a_batch_do_not_see_each_other(spec: ModelSpec) -> None:
 @each_spec
 def test_order_matters(spec: ModelSpec) -> None:
     model = initialized(spec)
-    one, other = model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[2, 1, 3]]))
-    assert (one[0, -1] - other[0, -1]).abs().max() > 1e-3
+    ordered, swapped = model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[2, 1, 3]]))
+    assert (ordered[0, -1] - swapped[0, -1]).abs().max() > 1e-3
 
 
 @each_spec
@@ -94,7 +94,7 @@ def test_the_readout_is_given_the_last_hidden_states_and_the_output_projection()
 @each_spec
 def test_stages_one_after_the_other_compute_what_the_whole_does(spec: ModelSpec) -> None:
     spec = replace(spec, layers=4, tie_embeddings=False)
-    whole, text = initialized(spec), tokens(2, 9)
+    undivided, text = initialized(spec), tokens(2, 9)
     stages = [initialized(spec) for _ in range(3)]
     stages[0].keep(range(1), first=True, last=False)
     stages[1].keep(range(1, 3), first=False, last=False)
@@ -102,9 +102,9 @@ def test_stages_one_after_the_other_compute_what_the_whole_does(spec: ModelSpec)
     hidden = text
     for stage in stages:
         hidden = stage(hidden)
-    assert torch.equal(hidden, whole(text))
-    held = [name for stage in stages for name, _ in stage.named_parameters()]
-    assert held == [name for name, _ in whole.named_parameters()]
+    assert torch.equal(hidden, undivided(text))
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert names == [name for name, _ in undivided.named_parameters()]
 
 
 def test_only_the_last_stage_predicts_ahead() -> None:

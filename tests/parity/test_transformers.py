@@ -113,7 +113,7 @@ def test_a_config_that_is_read_and_written_describes_the_same_model(config: Any)
     assert spec_of(written()) == spec
     again = type(config).from_dict(written(max_seq_len=config.max_position_embeddings)).to_dict()
     original = config.to_dict()
-    # Of a model that was built, not of a configuration; what begins, ends and fills texts is no part of the model.
+    # Keys of a model that was built, not of a configuration; tokens that begin, end and fill texts are no part of it.
     ignored = {"architectures", "dtype", "pad_token_id", "use_bidirectional_attention"}
     for key in original.keys() - ignored:
         assert again[key] == original[key], key

@@ -1,4 +1,4 @@
-"""What counts as a failure in the table of instruction sets and threads."""
+"""Failures in the table of instruction sets and threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WEIGHTS, OTHERS = "a" * 64, "b" * 64
 
 
 def cell(portable: str = WEIGHTS, native: str = WEIGHTS, **counts: int) -> Cell:
-    """A cell whose output says nothing."""
+    """A cell with empty output."""
     return Cell({"passed": 7, **counts}, portable, native, "")
 
 

@@ -18,11 +18,11 @@ def run_specs() -> st.SearchStrategy[RunSpec]:
 
 
 def _sections(section: type) -> st.SearchStrategy[Any]:
-    known = field_types(section)
+    declared = field_types(section)
     strategies = {
         item.name: st.just("")
         if item.name in ("preset", "factory", "factory_sha256")
-        else values(known[item.name].plain, known[item.name].bound)
+        else values(declared[item.name].plain, declared[item.name].bound)
         for item in fields(section)
     }
     return st.builds(section, **strategies)

@@ -1,4 +1,4 @@
-"""What has no context tiles yet, or cannot be cut into so many, is refused by name and with a remedy."""
+"""Runs that cannot be cut into context tiles are refused by name and with a remedy."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_a_class_and_a_function_are_named_as_ranks_import_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factory", "why"),
+    ("factory", "message"),
     [
         (lambda _spec: None, "no name at module level"),
         (Holder().method, "no name at module level"),
@@ -67,8 +67,8 @@ def test_a_class_and_a_function_are_named_as_ranks_import_them() -> None:
         ("module:make()", "package.module:name"),
     ],
 )
-def test_what_another_process_cannot_import_is_refused_with_the_reason(factory: object, why: str) -> None:
-    with pytest.raises(FactoryError, match=why):
+def test_what_another_process_cannot_import_is_refused_with_the_reason(factory: object, message: str) -> None:
+    with pytest.raises(FactoryError, match=message):
         factory_name(factory)
 
 
@@ -116,7 +116,7 @@ def test_a_factory_whose_source_has_changed_is_not_loaded(package: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("factory", "why"),
+    ("factory", "message"),
     [
         ("no_such_module_anywhere:make", "there is no module no_such_module_anywhere"),
         ("own_package.models.large:make", r"own_package\.models\.large cannot be imported"),
@@ -128,8 +128,8 @@ def test_a_factory_whose_source_has_changed_is_not_loaded(package: Path) -> None
     ],
 )
 @pytest.mark.usefixtures("package")
-def test_a_factory_that_is_not_there_is_explained(factory: str, why: str) -> None:
-    with pytest.raises(FactoryError, match=why):
+def test_a_factory_that_is_not_there_is_explained(factory: str, message: str) -> None:
+    with pytest.raises(FactoryError, match=message):
         load_factory(factory)
 
 

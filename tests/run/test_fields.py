@@ -28,10 +28,8 @@ SECTIONS = pytest.mark.parametrize("section", sections(), ids=lambda section: se
 def test_every_field_is_documented(section: type) -> None:
     docs = field_docs(section)
     # The sections of a run file are documented where they are defined.
-    wanted = [
-        item.name for item in fields(section) if not is_dataclass(field_types(section)[item.name].plain)
-    ]
-    assert [name for name in wanted if not docs.get(name)] == []
+    names = [item.name for item in fields(section) if not is_dataclass(field_types(section)[item.name].plain)]
+    assert [name for name in names if not docs.get(name)] == []
     assert all(doc.endswith(".") for doc in docs.values())
 
 
@@ -62,7 +60,7 @@ def test_documentation_is_one_line_whatever_its_layout_in_the_source() -> None:
     assert all("\n" not in doc for doc in field_docs(OptimizerSpec).values())
 
 
-def test_an_optional_section_is_told_apart_from_its_absence() -> None:
+def test_an_optional_section_is_distinguished_from_its_absence() -> None:
     assert get_args(field_types(ModelSpec)["rope_scaling"].plain) == (RopeScalingSpec, type(None))
 
 

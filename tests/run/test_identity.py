@@ -32,13 +32,13 @@ BASE = dataclasses.replace(
 
 def leaves(section: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldType, Any]]:
     """Every field of a run with its path, its type and its value."""
-    known = field_types(type(section))
+    declared = field_types(type(section))
     for item in fields(section):
         value = getattr(section, item.name)
         if is_dataclass(value):
             yield from leaves(value, (*prefix, item.name))
         else:
-            yield (*prefix, item.name), known[item.name], value
+            yield (*prefix, item.name), declared[item.name], value
 
 
 def another(kind: Any, value: Any) -> Any:
@@ -47,7 +47,7 @@ def another(kind: Any, value: Any) -> Any:
         return next(option for option in get_args(kind) if option != value)
     if get_origin(kind) is tuple:
         return (*value, "another")
-    if kind == bool | None:  # what is left to the data counts as false
+    if kind == bool | None:  # None, which leaves the choice to the data, counts as false
         return not value
     return {
         bool: lambda v: not v,
@@ -94,16 +94,16 @@ def test_every_field_of_the_run_is_part_of_its_identity(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(LANES_LEAVE))
 def test_how_ranks_divide_the_width_belongs_to_the_fleet_if_the_run_cuts_it_into_lanes(name: str) -> None:
-    one, other = (changed(spec, ("model", "lanes"), 4) for spec in (BASE, with_another(name)))
-    assert identity(one) == identity(other)
-    assert differences(one, other) == []
+    base, other = (changed(spec, ("model", "lanes"), 4) for spec in (BASE, with_another(name)))
+    assert identity(base) == identity(other)
+    assert differences(base, other) == []
 
 
 @pytest.mark.parametrize("name", sorted(TILES_LEAVE))
 def test_how_ranks_divide_the_sequence_belongs_to_the_fleet_if_the_run_cuts_it_into_tiles(name: str) -> None:
-    one, other = (changed(spec, ("model", "context_tiles"), 4) for spec in (BASE, with_another(name)))
-    assert identity(one) == identity(other)
-    assert differences(one, other) == []
+    base, other = (changed(spec, ("model", "context_tiles"), 4) for spec in (BASE, with_another(name)))
+    assert identity(base) == identity(other)
+    assert differences(base, other) == []
 
 
 @pytest.mark.parametrize("name", FLEET_FIELDS)
@@ -136,7 +136,7 @@ def test_whatever_reaches_the_bits_belongs_to_the_run(name: str) -> None:
     assert name in RUN_FIELDS
 
 
-def test_the_name_of_a_preset_says_nothing_that_its_fields_do_not() -> None:
+def test_the_name_of_a_preset_adds_nothing_to_its_fields() -> None:
     preset = PRESETS["llama3-8b"]
     named, unnamed = (
         dataclasses.replace(BASE, model=model) for model in (preset, dataclasses.replace(preset, preset=""))
@@ -156,10 +156,10 @@ def test_stretching_that_is_there_or_not_is_a_difference() -> None:
 
 @given(run_specs(), run_specs())
 @settings(max_examples=12)  # a fifth of a second each
-def test_identities_are_equal_exactly_when_nothing_differs(one: RunSpec, other: RunSpec) -> None:
-    assert (identity(one) == identity(other)) == (differences(one, other) == [])
-    assert (identity(one) == identity(other)) == (run_owned(one) == run_owned(other))
-    assert identity(one) == identity(dataclasses.replace(one))
+def test_identities_are_equal_exactly_when_nothing_differs(first: RunSpec, second: RunSpec) -> None:
+    assert (identity(first) == identity(second)) == (differences(first, second) == [])
+    assert (identity(first) == identity(second)) == (run_owned(first) == run_owned(second))
+    assert identity(first) == identity(dataclasses.replace(first))
 
 
 def test_an_identity_is_a_sha256_in_hex() -> None:

@@ -1,4 +1,4 @@
-"""Which divisions of a fleet are legal, and what is said of those that are not."""
+"""Legal divisions of a fleet, and the problems of those that are not."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_legal_layout_uses_every_rank_once_and_folds_its_experts(
         ("parallel.sharding", run(train=dataclasses.replace(TRAIN, reduction="integer"), sharding="zero1")),
     ],
 )  # fmt: skip
-def test_what_no_fleet_could_do_is_said_with_the_field_and_a_remedy(path: str, spec: RunSpec) -> None:
+def test_what_no_fleet_could_do_is_refused_with_the_field_and_a_remedy(path: str, spec: RunSpec) -> None:
     assert only_problem(spec).path == path
     assert path in {problem.path for problem in check(spec)}
 
@@ -136,7 +136,7 @@ def test_what_no_fleet_could_do_is_said_with_the_field_and_a_remedy(path: str, s
         ("parallel.expert", run(MIXTURE, expert=4, sharding="none"), 4),
     ],
 )
-def test_what_this_number_of_ranks_cannot_do_is_said_too(path: str, spec: RunSpec, ranks: int) -> None:
+def test_what_this_number_of_ranks_cannot_do_is_refused_too(path: str, spec: RunSpec, ranks: int) -> None:
     assert layout_problems(spec, 0) == []
     assert only_problem(spec, ranks).path == path
 
@@ -181,7 +181,7 @@ def test_only_the_plain_state_of_adamw_lives_elsewhere() -> None:
     assert only_problem(spec).path == "memory.offload_optimizer"
 
 
-def test_schedules_have_their_own_number_of_stages_unless_told() -> None:
+def test_schedules_have_their_own_number_of_stages_unless_one_is_set() -> None:
     names = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
     assert [stages_per_rank(ParallelSpec(pipeline_schedule=name)) for name in names] == [1, 1, 2, 2, 2]  # type: ignore[arg-type]
     assert stages_per_rank(ParallelSpec(pipeline_schedule="interleaved", pipeline_stages=3)) == 3
@@ -193,13 +193,13 @@ def test_a_slot_has_as_many_micro_batches_as_fit() -> None:
 
 
 @given(st.integers(1, 5000), st.integers(1, 100))
-def test_the_divisors_that_are_offered_are_the_nearest(number: int, wanted: int) -> None:
-    offered = [int(text) for text in divisors_near(number, wanted).split(", ")]
+def test_the_divisors_that_are_offered_are_the_nearest(number: int, target: int) -> None:
+    offered = [int(text) for text in divisors_near(number, target).split(", ")]
     every = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-    assert offered == sorted(sorted(every, key=lambda divisor: abs(divisor - wanted))[:4])
+    assert offered == sorted(sorted(every, key=lambda divisor: abs(divisor - target))[:4])
 
 
 def test_a_message_has_the_key_heads_that_a_run_leaves_out_as_they_are_resolved() -> None:
     odd = dataclasses.replace(MODEL, heads=5, head_dim=8, kv_heads=0)
-    found = [problem.finding for problem in layout_problems(run(odd, tensor=2), 0)]
-    assert any("model.kv_heads = 5 cannot be shared by 2 tensor ranks" in text for text in found)
+    findings = [problem.finding for problem in layout_problems(run(odd, tensor=2), 0)]
+    assert any("model.kv_heads = 5 cannot be shared by 2 tensor ranks" in text for text in findings)

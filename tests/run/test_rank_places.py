@@ -1,4 +1,4 @@
-"""Where ranks sit: every rank has one place, and is where the mesh puts it."""
+"""Places of ranks: every rank has one, and is where the mesh puts it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_group_has_all_that_differ_along_its_axis_alone(layout: Layout) -> Non
         assert groups.keys() == axes | ({"expert"} if layout.expert > 1 else set())
         for axis in axes:
             others = [other for other in layout.degrees if other != axis]
-            alike = [r for r, one in enumerate(places) if all(one[o] == places[rank][o] for o in others)]
+            alike = [r for r, place in enumerate(places) if all(place[o] == places[rank][o] for o in others)]
             assert groups[axis] == alike
 
 

@@ -1,4 +1,4 @@
-"""The reader of run files: everything that is wrong is said at once, and nothing is read that was not written."""
+"""The reader of run files: all mistakes are reported at once, and nothing is read that was not written."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read(text: str, *overrides: str, folder: Path) -> RunSpec:
     return read_run(path, PRESETS, overrides)
 
 
-# What is read
+# Valid files
 
 
 def test_an_empty_file_is_the_default_run(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_set_that_would_drop_the_other_fields_of_a_table_is_refused_with_their
 def test_a_run_that_is_written_as_toml_reads_back_equal(spec: RunSpec) -> None:
     table = tomllib.loads(tomli_w.dumps(to_table(spec)))
     again, problems = spec_from_table(table, PRESETS)
-    # What a drawn run breaks are rules between fields; each field by itself reads back.
+    # A drawn run may break rules between fields; each field by itself reads back.
     assert problems == check(spec)
     assert again == (None if problems else spec)
 
@@ -170,7 +170,7 @@ def test_a_wrong_override_is_reported_like_a_wrong_field(tmp_path: Path) -> None
     assert set(problem) == {"optimizer.learning_rat", "train.steps"}
 
 
-# What is refused
+# Refusals
 
 
 def test_three_mistakes_are_reported_at_once_with_path_range_and_nearest_name(tmp_path: Path) -> None:
@@ -182,13 +182,13 @@ def test_three_mistakes_are_reported_at_once_with_path_range_and_nearest_name(tm
     [parallel]
     sharding = "zero4"
     """
-    found = problems_of(text, folder=tmp_path)
-    assert set(found) == {"optimizer.lr", "trian", "parallel.sharding"}
-    assert found["optimizer.lr"].finding == "-1.0 is out of range"
-    assert found["optimizer.lr"].remedy == "must be above 0"
-    assert found["trian"].remedy == "did you mean train?"
-    assert "'none', 'zero1', 'zero2', 'zero3'" in found["parallel.sharding"].remedy
-    assert "did you mean 'zero" in found["parallel.sharding"].remedy
+    problems = problems_of(text, folder=tmp_path)
+    assert set(problems) == {"optimizer.lr", "trian", "parallel.sharding"}
+    assert problems["optimizer.lr"].finding == "-1.0 is out of range"
+    assert problems["optimizer.lr"].remedy == "must be above 0"
+    assert problems["trian"].remedy == "did you mean train?"
+    assert "'none', 'zero1', 'zero2', 'zero3'" in problems["parallel.sharding"].remedy
+    assert "did you mean 'zero" in problems["parallel.sharding"].remedy
 
 
 def test_the_message_names_the_file_and_every_problem(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_the_message_names_the_file_and_every_problem(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "path", "found", "remedy"),
+    ("text", "path", "finding", "remedy"),
     [
         ("[train]\nsteps = 1.5", "train.steps", "1.5 is not a whole number", "must be a whole number"),
         ("[train]\nsteps = 1e300", "train.steps", "1e+300 is not a whole number", "must be a whole number"),
@@ -250,10 +250,10 @@ def test_the_message_names_the_file_and_every_problem(tmp_path: Path) -> None:
         ("[train]\nlearning_rate = 0.1", "train.learning_rate", "no such field", "did you mean optimizer.lr"),
     ],
 )
-def test_a_mistake_is_explained(text: str, path: str, found: str, remedy: str, tmp_path: Path) -> None:
+def test_a_mistake_is_explained(text: str, path: str, finding: str, remedy: str, tmp_path: Path) -> None:
     problems = problems_of(text, folder=tmp_path)
     assert set(problems) == {path}
-    assert found in problems[path].finding
+    assert finding in problems[path].finding
     assert remedy in problems[path].remedy
 
 
@@ -263,8 +263,8 @@ def test_a_rule_is_not_reported_on_top_of_the_mistake_that_broke_it(tmp_path: Pa
 
 
 def test_rules_between_fields_are_reported_together_with_other_mistakes(tmp_path: Path) -> None:
-    found = problems_of("[train]\nbatch_size = 32\nslots = 7\n[optimizer]\nlr = 0", folder=tmp_path)
-    assert set(found) == {"train.slots", "optimizer.lr"}
+    problems = problems_of("[train]\nbatch_size = 32\nslots = 7\n[optimizer]\nlr = 0", folder=tmp_path)
+    assert set(problems) == {"train.slots", "optimizer.lr"}
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -386,12 +386,12 @@ def test_a_run_file_may_come_through_a_pipe() -> None:
     os.close(reader)
 
 
-def test_of_very_many_mistakes_the_first_hundred_are_told(tmp_path: Path) -> None:
+def test_the_first_hundred_of_very_many_mistakes_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("".join(f"unknown{number} = 1\n" for number in range(20_000)))
-    with pytest.raises(RunFileError) as found:
+    with pytest.raises(RunFileError) as caught:
         read_run(file, {})
-    assert len(found.value.problems) == 101
+    assert len(caught.value.problems) == 101
 
 
 @pytest.mark.parametrize("name", ["../../x", "a/b", "..", "", "x" * 200, "a\nb", "a\u200db", "漢" * 70])

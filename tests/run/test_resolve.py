@@ -1,4 +1,4 @@
-"""The values that "auto" stands for; all who ask get the same answer."""
+"""The values that "auto" stands for, which are the same everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensor and context degrees of a fleet that lost nodes: what may be asked for, and what is refused."""
+"""The tensor and context degrees of a fleet that lost nodes: the runs that may set them, and those that are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL = ModelSpec(layers=2, dim=64, heads=8, ffn_dim=64, vocab_size=128, lanes=4
 TRAIN = TrainSpec(seq_len=32, batch_size=16, slots=16, micro_batch_size=1)
 
 
-def test_a_run_is_divided_as_its_file_says_wherever_the_ranks_suffice() -> None:
+def test_a_run_is_divided_as_its_file_states_where_the_ranks_suffice() -> None:
     spec = RunSpec(model=MODEL, train=TRAIN, parallel=ParallelSpec(tensor=4), fleet=FleetSpec(least_tensor=1))
     degrees = {ranks: divided_over(spec, ranks).parallel.tensor for ranks in (1, 2, 4, 8)}
     assert degrees == {1: 1, 2: 2, 4: 4, 8: 4}
@@ -84,8 +84,8 @@ def test_lanes_and_tiles_together_let_both_degrees_fall_one_before_the_other(
     parallel = ParallelSpec(tensor=2, context=2, context_mode="allgather")
     fleet = FleetSpec(nodes=4, least_tensor=1, least_context=1, halve_first=first)
     spec = RunSpec(model=model, train=TRAIN, parallel=parallel, fleet=fleet)
-    found = {ranks: divided_over(spec, ranks).parallel for ranks in (1, 2, 4)}
-    assert {ranks: (one.tensor, one.context) for ranks, one in found.items()} == {
+    parallels = {ranks: divided_over(spec, ranks).parallel for ranks in (1, 2, 4)}
+    assert {ranks: (part.tensor, part.context) for ranks, part in parallels.items()} == {
         1: (1, 1),
         2: on_two,
         4: (2, 2),

@@ -31,12 +31,12 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
                 waiting.connect(full.getsockname())
             except TimeoutError:
                 break
-        known = {HOST: (NOWHERE, ANSWERS), "nowhere": (NOWHERE,), "closed": ("127.0.0.3", "127.0.0.4")}
+        addresses = {HOST: (NOWHERE, ANSWERS), "nowhere": (NOWHERE,), "closed": ("127.0.0.3", "127.0.0.4")}
 
         def getaddrinfo(host: str, port: int, *_: object, **__: object) -> list[tuple[object, ...]]:
             return [
                 (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))
-                for address in known.get(host, (host,))
+                for address in addresses.get(host, (host,))
             ]
 
         monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)

@@ -1,4 +1,4 @@
-"""What a device's queue waited is told after the step, and what ran beside it is not counted."""
+"""The waits of a device's queue are read after the step, without the work that ran beside them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.hardware.local.device import CommClock, QueueEvent, QueueTimes
 
 
 class Device:
-    """Queues whose work takes as many milliseconds as it says; the host only puts it there."""
+    """Queues whose work takes as many milliseconds as are stated; the host only puts it there."""
 
     def __init__(self) -> None:
         self.queue = "compute"

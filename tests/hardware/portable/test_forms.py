@@ -27,16 +27,16 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
 
 
-def assert_near(found: Tensor, expected: Tensor, scale: float = 1.0) -> None:
+def assert_near(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
     """Within a few roundings of the dtype, relative to the largest number."""
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
     if not expected.is_floating_point():
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
         return
     largest = float(expected.double().abs().max()) if expected.numel() else 0.0
     allowed = 8 * scale * torch.finfo(expected.dtype).eps * max(largest, 1.0)
-    assert bool(((found.double() - expected.double()).abs() <= allowed).all())
+    assert bool(((actual.double() - expected.double()).abs() <= allowed).all())
 
 
 def layouts(x: Tensor) -> dict[str, Tensor]:
@@ -62,16 +62,16 @@ def test_an_elementary_function(name: str, dtype: torch.dtype) -> None:
         x = x.abs() - 0.5
     for layout, lying in layouts(x).items():
         expected = native(lying)
-        found = ours(lying)
-        assert found.stride() == expected.stride() or layout == "every second number"
-        assert_near(found, expected)
+        actual = ours(lying)
+        assert actual.stride() == expected.stride() or layout == "every second number"
+        assert_near(actual, expected)
         if layout in ("in one piece", "turned", "a part"):
             place = lying.clone() if layout != "a part" else torch.cat((x, x), 1)[:, : x.shape[1]]
             assert getattr(operations(), f"{name}_")(place) is not None
-            assert torch.equal(place, found)
+            assert torch.equal(place, actual)
         out = torch.empty(0, dtype=dtype)
-        assert torch.equal(ours.out(lying, out=out), found)
-        assert torch.equal(out, found)
+        assert torch.equal(ours.out(lying, out=out), actual)
+        assert torch.equal(out, actual)
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "silu"])
@@ -118,8 +118,8 @@ def test_a_sum_over_any_dimensions(
         x = x.transpose(0, -1)
     axes = st.integers(-len(shape), len(shape) - 1)
     dims = data.draw(st.lists(axes, unique_by=lambda d: d % len(shape), max_size=3)) if shape else []
-    found = operations().sum.dim_IntList(x, dims, keep)
-    assert_near(found, x.sum(dims, keep), scale=64)
+    actual = operations().sum.dim_IntList(x, dims, keep)
+    assert_near(actual, x.sum(dims, keep), scale=64)
     assert_near(operations().sum(x), x.sum(), scale=64)
 
 
@@ -154,8 +154,8 @@ def test_softmax_of_what_is_not_finite_is_what_pytorch_makes_of_it() -> None:
     rows = torch.tensor([[1.0, -inf, 2.0], [-inf, -inf, -inf], [inf, 1.0, 2.0], [nan, 1.0, 2.0]])
     for name in ("_softmax", "_log_softmax"):
         expected = getattr(torch.ops.aten, name)(rows, 1, False)
-        found = getattr(operations(), name)(rows, 1, False)
-        assert torch.allclose(found, expected, equal_nan=True)
+        actual = getattr(operations(), name)(rows, 1, False)
+        assert torch.allclose(actual, expected, equal_nan=True)
 
 
 X, Y, Z = numbers(4, 6), numbers(4, 6, seed=1), numbers(4, 6, seed=2).abs() + 0.5
@@ -211,8 +211,8 @@ def test_a_power_of_integers_is_exact() -> None:
 @pytest.mark.parametrize("order", [0, 1, 2, 3, torch.inf, -torch.inf])
 def test_a_norm_of_any_order(order: float) -> None:
     for dim, keep in ((None, False), ([1], True), ([0, 1], False)):
-        found = KERNELS["linalg_vector_norm"](X, order, dim, keep)
-        assert_near(found, torch.linalg.vector_norm(X, order, dim, keep))
+        actual = KERNELS["linalg_vector_norm"](X, order, dim, keep)
+        assert_near(actual, torch.linalg.vector_norm(X, order, dim, keep))
 
 
 def test_no_kernel_is_left_out_here() -> None:
@@ -226,7 +226,7 @@ def test_no_kernel_is_left_out_here() -> None:
     }
 
 
-def test_products_that_are_asked_into_a_tensor() -> None:
+def test_products_into_a_given_tensor() -> None:
     left, right = numbers(3, 5), numbers(5, 4, seed=1)
     ours = operations()
     for name, operands in (

@@ -1,4 +1,4 @@
-"""Portable products have the bits that their definition says, whatever is computed beside them and however it lies in memory."""
+"""Portable products have the bits of their definition, whatever is computed beside them and however it lies in memory."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_threads_change_no_bit(threads: int) -> None:
         together = computed()
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(alone, together, strict=True))
 
 
 @given(rows=SIZES, columns=st.integers(1, 150), depth=st.integers(0, 530))
@@ -181,16 +181,16 @@ def test_attention_and_its_gradients_are_those_of_the_formula(
     doubles = [tensor.double().requires_grad_() for tensor in (query, key, value)]
     expected = written_out(*doubles, None if bias is None else bias.double(), causal=causal)
     slope = numbers(*expected.shape, seed=4)
-    wanted = torch.autograd.grad(expected, doubles, slope.double())
+    expected_gradients = torch.autograd.grad(expected, doubles, slope.double())
 
     scale = widths[0] ** -0.5
     out, log_sums = attend(query, key, value, bias, scale, causal=causal)
-    found = operations()._scaled_dot_product_flash_attention_for_cpu_backward(
+    gradients = operations()._scaled_dot_product_flash_attention_for_cpu_backward(
         slope, query, key, value, out, log_sums, 0.0, causal, attn_mask=bias, scale=scale
     )
     assert torch.allclose(out.double(), expected, atol=2e-6)
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.allclose(one.double(), other, atol=2e-5)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert torch.allclose(gradient.double(), expected_gradient, atol=2e-5)
 
 
 def test_a_query_that_sees_nothing_gives_zero() -> None:
@@ -213,16 +213,16 @@ def test_a_query_that_sees_nothing_moves_nothing() -> None:
         some, mask = query[:, :, rows], bias[rows]
         out, log_sums = attend(some, key, value, mask, 0.3, causal=False)
         slope = torch.ones_like(out)
-        found: tuple[Tensor, Tensor, Tensor] = backward(
+        result: tuple[Tensor, Tensor, Tensor] = backward(
             slope, some, key, value, out, log_sums, 0.0, False, attn_mask=mask, scale=0.3
         )
-        return found
+        return result
 
-    found, expected = gradients([0, 1, 2, 3]), gradients([0, 1, 3])
-    assert found[0][0, 0, 2].eq(0).all()
-    assert torch.equal(found[0][:, :, [0, 1, 3]], expected[0])
-    assert torch.equal(found[1], expected[1])
-    assert torch.equal(found[2], expected[2])
+    actual, expected = gradients([0, 1, 2, 3]), gradients([0, 1, 3])
+    assert actual[0][0, 0, 2].eq(0).all()
+    assert torch.equal(actual[0][:, :, [0, 1, 3]], expected[0])
+    assert torch.equal(actual[1], expected[1])
+    assert torch.equal(actual[2], expected[2])
 
 
 def test_what_is_not_a_number_stays_so() -> None:

@@ -55,12 +55,12 @@ def run_program(results: Path, threads: int, **environment: str) -> dict[str, ob
 
 
 @pytest.fixture(scope="module")
-def found(results: Path) -> dict[str, object]:
+def printed(results: Path) -> dict[str, object]:
     return run_program(results, 1)
 
 
-def test_the_bits_are_those_that_are_written_down(found: dict[str, object]) -> None:
-    assert found["digests"] == operations.DIGESTS, (
+def test_the_bits_are_those_that_are_written_down(printed: dict[str, object]) -> None:
+    assert printed["digests"] == operations.DIGESTS, (
         "after a deliberate change of the definition: python -m bench.reproduce.portable --digests"
     )
 
@@ -71,8 +71,8 @@ def test_the_bits_are_those_that_are_written_down(found: dict[str, object]) -> N
 def test_neither_threads_nor_the_instructions_that_pytorch_uses_enter_the_bits(
     threads: int, capability: str, tmp_path: Path
 ) -> None:
-    found = run_program(tmp_path / "results.pt", threads, ATEN_CPU_CAPABILITY=capability)
-    assert found == {"digests": operations.DIGESTS, "threads": threads}
+    printed = run_program(tmp_path / "results.pt", threads, ATEN_CPU_CAPABILITY=capability)
+    assert printed == {"digests": operations.DIGESTS, "threads": threads}
 
 
 def test_a_computation_with_other_bits_is_named() -> None:
@@ -106,7 +106,7 @@ def test_a_processor_without_the_instructions_is_refused(
         operations.prepare()
 
 
-def test_a_machine_without_a_compiler_is_told_what_to_install(
+def test_the_error_on_a_machine_without_a_compiler_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if reason := operations.unfit_processor():

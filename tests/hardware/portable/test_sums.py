@@ -1,4 +1,4 @@
-"""Sums and softmax have the bits that their definition says, whatever threads compute them and whatever lies beside them."""
+"""Sums and softmax have the bits of their definition, whatever threads compute them and whatever lies beside them."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def stated_columns(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 4095, 4096, 4097, 9000])
 def test_a_row_is_sixteen_sums_of_each_piece(width: int) -> None:
     rows = numbers(3, width)
-    found = operations().sum.dim_IntList(rows, [1])
-    assert found.tolist() == [stated_row(row) for row in rows.numpy()]
+    row_sums = operations().sum.dim_IntList(rows, [1])
+    assert row_sums.tolist() == [stated_row(row) for row in rows.numpy()]
     assert operations().sum(rows[0]) == stated_row(rows[0].numpy())
 
 
 @given(rows=st.integers(1, 600), columns=st.integers(2, 40))
 def test_columns_are_chains_of_rows(rows: int, columns: int) -> None:
     matrix = numbers(rows, columns)
-    found = operations().sum.dim_IntList(matrix, [0])
-    assert np.array_equal(found.numpy(), stated_columns(matrix.numpy()))
+    column_sums = operations().sum.dim_IntList(matrix, [0])
+    assert np.array_equal(column_sums.numpy(), stated_columns(matrix.numpy()))
 
 
 def test_bf16_is_added_in_fp32_and_rounded_once() -> None:
@@ -113,7 +113,7 @@ def test_threads_change_no_bit(threads: int) -> None:
         together = computed()
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(alone, together, strict=True))
 
 
 @given(rows=st.integers(1, 20), width=st.integers(1, 70), row=st.integers(0, 19))
@@ -135,11 +135,11 @@ def test_keys_that_are_masked_behind_a_row_change_no_bit_of_its_softmax(width: i
 
 @pytest.mark.parametrize("dimensions", [[0], [1], [0, 1]])
 def test_a_part_of_a_tensor_has_the_sums_and_the_softmax_of_its_copy(dimensions: list[int]) -> None:
-    whole = numbers(9, 40)
-    part = whole[3:7, 5:29]
-    found = operations().sum.dim_IntList(part, dimensions)
-    assert torch.equal(found, operations().sum.dim_IntList(part.clone(), dimensions))
+    matrix = numbers(9, 40)
+    part = matrix[3:7, 5:29]
+    sums = operations().sum.dim_IntList(part, dimensions)
+    assert torch.equal(sums, operations().sum.dim_IntList(part.clone(), dimensions))
     assert torch.equal(operations()._softmax(part, 0, False), operations()._softmax(part.clone(), 0, False))
     assert torch.equal(
-        operations().sum(whole.flatten()[90:100]), operations().sum(whole.flatten()[90:100].clone())
+        operations().sum(matrix.flatten()[90:100]), operations().sum(matrix.flatten()[90:100].clone())
     )

@@ -34,8 +34,8 @@ def test_all_ranks_together_hold_each_replica_once_and_what_tensor_ranks_have_al
     model, _, parallel, layout = drawn
     spec = tiny(model, parallel)  # type: ignore[arg-type]
     total: dict[str, int] = {}
-    for held in held_by_all(spec, layout):
-        for piece in held.pieces:
+    for rank_holding in held_by_all(spec, layout):
+        for piece in rank_holding.pieces:
             total[piece.parameter.name] = total.get(piece.parameter.name, 0) + piece.elements
     for parameter in parameters(spec.model):
         copies, rest = divmod(total[parameter.name], layout.replicate * parameter.numel)
@@ -50,10 +50,12 @@ def test_no_rank_holds_more_than_the_fullest_of_its_place(
     model, _, parallel, layout = drawn
     spec = tiny(model, parallel)  # type: ignore[arg-type]
     most = [fullest(spec, layout, rank).elements for rank in range(layout.pipeline)]
-    found = [0] * layout.pipeline
-    for held in held_by_all(spec, layout):
-        found[held.place.pipeline] = max(found[held.place.pipeline], held.elements)
-    assert found == most
+    largest = [0] * layout.pipeline
+    for rank_holding in held_by_all(spec, layout):
+        largest[rank_holding.place.pipeline] = max(
+            largest[rank_holding.place.pipeline], rank_holding.elements
+        )
+    assert largest == most
 
 
 def test_zero3_keeps_a_share_where_zero2_keeps_gathered_weights() -> None:
@@ -87,8 +89,8 @@ def test_zero1_holds_a_whole_sum_for_each_level_of_a_ranks_own_slots(
 
 def test_narrow_moments_take_the_bytes_of_their_format() -> None:
     spec, layout = tiny(DENSE, ParallelSpec()), Layout()
-    held = fullest(spec, layout, 0)
+    largest = fullest(spec, layout, 0)
     narrow = dataclasses.replace(spec, optimizer=OptimizerSpec(state="bf16"))
-    wide = sum(p.elements for p in held.pieces if len(p.parameter.shape) == 1)
-    assert state_bytes(spec, layout, held, 4)["moments"] == 8 * held.elements
-    assert state_bytes(narrow, layout, held, 4)["moments"] == 8 * wide + 4 * (held.elements - wide)
+    wide = sum(p.elements for p in largest.pieces if len(p.parameter.shape) == 1)
+    assert state_bytes(spec, layout, largest, 4)["moments"] == 8 * largest.elements
+    assert state_bytes(narrow, layout, largest, 4)["moments"] == 8 * wide + 4 * (largest.elements - wide)

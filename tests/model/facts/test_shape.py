@@ -1,4 +1,4 @@
-"""The list of parameters is the module's own, and resolving fills in what the documentation says."""
+"""The list of parameters is the module's own, and resolving fills in the documented values."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_list_is_that_of_the_module_in_its_order(spec: ModelSpec) -> None:
     assert [(parameter.name, parameter.shape) for parameter in parameters(spec)] == named_shapes(spec)
 
 
-def test_kinds_say_what_a_parameter_is_for() -> None:
+def test_kinds_state_the_purpose_of_a_parameter() -> None:
     spec = resolve(replace(SMALL, layers=1, attention_bias=True, ffn_bias=True, qk_norm=True))
     kinds = {parameter.name: parameter.kind for parameter in parameters(spec)}
     assert kinds.pop("embedding.weight") == "embedding"
@@ -77,7 +77,7 @@ def test_kinds_say_what_a_parameter_is_for() -> None:
         assert (kind == "bias") == name.endswith("bias")
 
 
-def test_a_stack_of_experts_is_said_to_be_one() -> None:
+def test_a_stack_of_experts_is_marked_as_stacked() -> None:
     spec = resolve(replace(SMALL, layers=1, moe=MoeSpec(shared=1, balance_bias=True)))
     listed = {parameter.name.removeprefix("blocks.0.ffn."): parameter for parameter in parameters(spec)}
     assert {name for name, parameter in listed.items() if parameter.stacked} == {

@@ -61,9 +61,9 @@ def through(
     return result.detach(), rows.grad, gradients
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    integer = {2: torch.int16, 4: torch.int32}[one.element_size()]
-    return one.dtype == other.dtype and torch.equal(one.view(integer), other.view(integer))
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    integer = {2: torch.int16, 4: torch.int32}[left.element_size()]
+    return left.dtype == right.dtype and torch.equal(left.view(integer), right.view(integer))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -100,11 +100,11 @@ def test_one_product_for_all_slots_of_an_expert_computes_the_same(table: list[li
     counts = torch.tensor(table)
     module, generator = make_experts(len(counts), torch.float32), torch.Generator().manual_seed(1)
     rows, slope = (torch.randn(int(counts.sum()), DIM, generator=generator) for _ in range(2))
-    one, other = (
+    joint, separate = (
         through(module, rows, groups_of_slots(counts, counts.sum(1).tolist(), apart=apart), slope)
         for apart in (False, True)
     )
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(joint, separate, rtol=1e-4, atol=1e-4)
 
 
 @given(st.integers(0, 4), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**32 - 1))
@@ -151,9 +151,9 @@ def launches(slots: int) -> int:
     module, counts = make_experts(4, torch.bfloat16), torch.full((4, slots), 3)
     groups = groups_of_slots(counts, counts.sum(1).tolist(), apart=False)
     rows = torch.randn(int(counts.sum()), DIM).bfloat16()
-    with Launches() as found:
+    with Launches() as launched:
         through(module, rows, groups, rows)
-    return found.count
+    return launched.count
 
 
 def test_launches_for_a_team_grow_by_the_levels_of_its_tree_alone() -> None:

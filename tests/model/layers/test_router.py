@@ -122,13 +122,13 @@ def test_ranks_that_share_a_micro_batch_give_the_gradient_of_the_whole() -> None
     moe = MoeSpec(experts=6, per_token=2, aux_loss=0.3, z_loss=0.2)
     router, text = filled(moe), tokens(20)
     router.auxiliary_scale = 1.0
-    whole = gradients(router, text)
+    full_gradients = gradients(router, text)
     counts = tokens_per_expert(router(text).experts, 6)
     statistics = torch.cat((counts, torch.tensor([20])))
     router.total_over = lambda _: statistics
     parts = [gradients(router, part) for part in text.split([7, 13])]
-    torch.testing.assert_close(parts[0][0] + parts[1][0], whole[0])
-    torch.testing.assert_close(torch.cat([part[1] for part in parts]), whole[1])
+    torch.testing.assert_close(parts[0][0] + parts[1][0], full_gradients[0])
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), full_gradients[1])
 
 
 def test_without_a_scale_the_losses_have_no_gradient() -> None:

@@ -65,9 +65,8 @@ def test_whenever_its_process_is_killed_the_old_or_the_new_content_is_there(tmp_
     assert contents == [OLD] * turned + [NEW] * (len(contents) - turned)
     assert turned == 5  # the rename, and nothing but it, makes the new content visible
     for folder in folders:
-        write_atomically(
-            folder / "file", NEW
-        )  # what a killed writer left behind does not disturb the next one
+        # Leftovers of a killed writer do not disturb the next one.
+        write_atomically(folder / "file", NEW)
         remove_temporaries(folder)
         assert [path.name for path in folder.iterdir()] == ["file"]
 
@@ -106,12 +105,12 @@ def test_writers_with_one_number_of_a_thread_do_not_share_a_temporary_file(
     path, names = tmp_path / "file", list[str]()
     opened = os.open
 
-    def noted(name: Path, *given: int) -> int:
+    def noted(name: Path, *flags: int) -> int:
         if str(name).endswith(".tmp"):
             names.append(Path(name).name)
             if len(names) == 1:
                 write_atomically(path, NEW)  # the other one, in the middle of this one
-        return opened(name, *given)
+        return opened(name, *flags)
 
     with monkeypatch.context() as patched:
         patched.setattr(files.os, "open", noted)
@@ -148,7 +147,7 @@ def test_a_status_is_replaced_without_waiting_for_the_disk(
     assert path.read_bytes() == NEW
 
 
-def test_a_full_disk_is_told_with_the_file_that_was_to_be_written(tmp_path: Path) -> None:
+def test_the_error_of_a_full_disk_names_the_file_that_was_to_be_written(tmp_path: Path) -> None:
     path, (soft, hard) = tmp_path / "status.json", resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     write_atomically(path, OLD)

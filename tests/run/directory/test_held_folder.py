@@ -79,7 +79,7 @@ def test_where_folders_have_no_locks_one_is_made_and_nobody_sweeps_it(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_without_descriptors_hears_so_and_leaves_no_folder(
+def test_a_process_without_descriptors_gets_an_error_and_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = os.open

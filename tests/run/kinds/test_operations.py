@@ -98,8 +98,8 @@ def test_a_block_multiplies_once_with_each_of_its_matrices_and_no_other(
     table = tuple(block.parts(model, mixed=mixed))
     for part in table:
         assert part.products == (part.kind in ("matrix", "output", "router", "gate"))
-    found = multiplied(block.operations(model, mixed=mixed))
-    assert sorted((weight.shape, weight.kind, weight.tensor_dim or -1) for weight in found) == sorted(
+    weights = multiplied(block.operations(model, mixed=mixed))
+    assert sorted((weight.shape, weight.kind, weight.tensor_dim or -1) for weight in weights) == sorted(
         (part.shape, part.kind, part.tensor_dim or -1) for part in table if part.products
     )
 

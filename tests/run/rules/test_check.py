@@ -56,7 +56,7 @@ def test_the_part_of_a_head_that_is_rotated_is_rotated_in_pairs(fraction: float)
     assert check(RunSpec(model=ModelSpec(head_dim=20, rope_fraction=0.5))) == []
 
 
-def test_biases_of_queries_keys_and_values_are_asked_for_once() -> None:
+def test_biases_of_queries_keys_and_values_are_set_once() -> None:
     assert only_problem(model=ModelSpec(attention_bias=True, qkv_bias=True)).path == "model.qkv_bias"
 
 
@@ -74,11 +74,11 @@ def test_biases_of_queries_keys_and_values_are_asked_for_once() -> None:
 )
 def test_layers_with_a_window_and_the_window_come_together(path: str, fields: dict[str, Any]) -> None:
     assert only_problem(model=ModelSpec(**fields)).path == path
-    whole = ModelSpec(attention_pattern=("window",), window=9, window_rope_theta=9.0)
-    assert check(RunSpec(model=whole)) == []
+    complete = ModelSpec(attention_pattern=("window",), window=9, window_rope_theta=9.0)
+    assert check(RunSpec(model=complete)) == []
 
 
-def test_norms_over_all_heads_are_asked_for_where_heads_are_normalized_and_stay_whole() -> None:
+def test_norms_over_all_heads_need_normalized_heads_and_one_tensor_rank() -> None:
     model = ModelSpec(qk_norm_width="all")
     assert only_problem(model=model).path == "model.qk_norm_width"
     model = replace(model, qk_norm=True)
@@ -293,7 +293,9 @@ OWN = ModelSpec(factory="models:make")
         ({"model": OWN, "precision": PrecisionSpec(matmul="mxfp8")}, "precision.matmul"),
     ],
 )
-def test_what_a_model_of_ones_own_does_not_say_is_refused(sections: dict[str, Any], path: str) -> None:
+def test_fields_that_a_model_of_ones_own_does_not_state_are_refused(
+    sections: dict[str, Any], path: str
+) -> None:
     problem = only_problem(**sections)
     assert problem.path == path
     assert path == "model.factory" or "models:make" in problem.finding

@@ -48,7 +48,7 @@ def test_what_is_expected_does_not_make_another_run() -> None:
 
 
 @pytest.mark.parametrize("comparison", ["equal", "different", "not expected"])
-def test_the_closing_table_tells_the_comparison(comparison: Comparison, tmp_path: Path) -> None:
+def test_the_closing_table_shows_the_comparison(comparison: Comparison, tmp_path: Path) -> None:
     result = RunResult(step=1, weights_sha256=WEIGHTS)
     console = Console(width=200, record=True)
     console.print(result_table(result, RunDirectory(tmp_path), comparison=comparison))

@@ -1,4 +1,4 @@
-"""Rules of forks at loss spikes: what a run file cannot ask for."""
+"""Rules of forks at loss spikes: fields that a run file cannot combine."""
 
 from __future__ import annotations
 

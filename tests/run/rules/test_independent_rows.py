@@ -44,5 +44,5 @@ def test_what_mixes_rows_is_refused_by_its_field(path: str, spec: RunSpec) -> No
     assert [problem.path for problem in independent_rows_problems(spec)] == [path]
 
 
-def test_a_run_that_does_not_ask_for_it_is_not_held_to_it() -> None:
+def test_a_run_without_the_field_may_mix_rows() -> None:
     assert list(independent_rows_problems(replace(RUN, model=ODD, precision=PrecisionSpec()))) == []

@@ -99,9 +99,9 @@ def test_sources_that_fit_are_not_refused() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_by_field(data: DataSpec, path: str, says: str) -> None:
-    found = list(mixture_problems(data))
-    assert found[0].path == path
-    assert says in found[0].finding
+    problems = list(mixture_problems(data))
+    assert problems[0].path == path
+    assert says in problems[0].finding
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ def test_what_cannot_be_is_refused_by_field(data: DataSpec, path: str, says: str
         DataSpec(),
     ],
 )
-def test_whatever_changes_what_is_drawn_belongs_to_the_run(other: DataSpec) -> None:
-    one, two = RunSpec(data=MIXED), RunSpec(data=other)
-    assert identity(one) != identity(two)
-    assert all(line.startswith("data.s") for line in differences(one, two))
+def test_fields_that_change_the_drawn_samples_belong_to_the_run(other: DataSpec) -> None:
+    mixed, changed = RunSpec(data=MIXED), RunSpec(data=other)
+    assert identity(mixed) != identity(changed)
+    assert all(line.startswith("data.s") for line in differences(mixed, changed))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,6 @@ def test_whatever_changes_what_is_drawn_belongs_to_the_run(other: DataSpec) -> N
         replace(MIXED, sources=(WEB, replace(CODE, epochs=0.0))),
     ],
 )
-def test_where_sources_lie_their_order_and_their_limits_belong_to_the_fleet(other: DataSpec) -> None:
+def test_paths_order_and_limits_of_sources_belong_to_the_fleet(other: DataSpec) -> None:
     assert identity(RunSpec(data=MIXED)) == identity(RunSpec(data=other))
     assert differences(RunSpec(data=MIXED), RunSpec(data=other)) == []

@@ -47,7 +47,7 @@ def test_native_numerics_are_no_part_of_an_identity_and_portable_ones_are_anothe
     assert identity(with_numerics("portable")) != identity(with_numerics("native"))
 
 
-def test_runs_that_differ_in_it_are_told_apart_by_values_that_can_be_set() -> None:
+def test_the_difference_of_runs_that_differ_in_it_has_values_that_can_be_set() -> None:
     (line,) = differences(with_numerics("native"), with_numerics("portable"))
     assert line == "runtime.numerics: 'native' != 'portable'"
 

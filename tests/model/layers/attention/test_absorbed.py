@@ -67,7 +67,7 @@ def test_a_long_prompt_is_expanded_and_one_token_behind_it_is_not() -> None:
 def test_a_layer_that_absorbs_has_the_results_and_gradients_of_one_that_expands(
     query_rank: int, stretched: bool, packed: bool
 ) -> None:
-    # YaRN's temperature is in the scale, which the width of what is asked says nothing of.
+    # YaRN's temperature is in the scale, which does not follow from the width of queries.
     scaling = RopeScalingSpec(kind="yarn", factor=4.0, original_max_seq_len=8, mscale_all_dim=1.0)
     mla = MlaSpec(query_rank=query_rank, kv_rank=12, nope_head_dim=6, rope_head_dim=8, value_head_dim=10)
     expanded = resolve(
@@ -92,12 +92,12 @@ def test_a_layer_that_absorbs_has_the_results_and_gradients_of_one_that_expands(
             name: weight.grad for name, weight in layer.named_parameters() if weight.grad is not None
         }
 
-    expected, found = learned(expanded), learned(absorbed)
+    expected, actual = learned(expanded), learned(absorbed)
     assert "kv_up.weight" in expected
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_what_is_absorbed_is_differentiated_as_finite_differences_say() -> None:
+def test_gradients_of_the_absorbed_form_are_those_of_finite_differences() -> None:
     mla = MlaSpec(kv_rank=3, nope_head_dim=2, rope_head_dim=2, value_head_dim=2, absorbed=True)
     generator = torch.Generator().manual_seed(0)
     weight, query, mixed = (

@@ -66,8 +66,8 @@ def test_a_window_hides_what_lies_further_back(window: int, new: int, masked: bo
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
     expected = by_formula(query, key, value, seen, 8**-0.5)
-    known = Documents.numbered(documents) if documents is not None else None
-    torch.testing.assert_close(CausalCore(window=window)(query, key, value, known), expected)
+    numbered_documents = Documents.numbered(documents) if documents is not None else None
+    torch.testing.assert_close(CausalCore(window=window)(query, key, value, numbered_documents), expected)
 
 
 @pytest.mark.parametrize("cap", [0.0, 1.5])
@@ -79,10 +79,10 @@ def test_caps_and_sinks_are_the_formulas_with_their_gradients(
     leaves = [torch.randn(2, heads, 23, 8) for heads in (4, 2, 2)] + [torch.randn(4)]
     documents = (torch.arange(23) // 9).expand(2, -1) if masked else None
     core, upstream = CausalCore(0.5, window, cap), torch.randn(2, 4, 23, 8)
-    known = Documents.numbered(documents) if documents is not None else None
+    numbered_documents = Documents.numbered(documents) if documents is not None else None
 
     def ours(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-        return core(query, key, value, known, sinks if sunk else None)
+        return core(query, key, value, numbered_documents, sinks if sunk else None)
 
     def by_formula(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
         distance = torch.arange(23)[:, None] - torch.arange(23)[None, :]
@@ -98,11 +98,11 @@ def test_caps_and_sinks_are_the_formulas_with_their_gradients(
 
     results = []
     for attention in (ours, by_formula):
-        given = [leaf.clone().requires_grad_() for leaf in leaves]
-        out = attention(*given)
-        results.append((out, *torch.autograd.grad(out, given[: 3 + sunk], upstream)))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        arguments = [leaf.clone().requires_grad_() for leaf in leaves]
+        out = attention(*arguments)
+        results.append((out, *torch.autograd.grad(out, arguments[: 3 + sunk], upstream)))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_capped_rows_are_the_same_in_pieces() -> None:
@@ -151,9 +151,9 @@ def test_a_module_with_the_rows_of_half_the_heads_gives_its_half_of_the_sum(spec
     spec = model.spec
     attention = model.get_submodule("blocks.0.attention")
     x, tables = torch.randn(2, 7, 32), rotation(spec, torch.arange(7))
-    whole = attention(x, *tables)
+    full_result = attention(x, *tables)
     rows = {"query", "key", "value"} if spec.mla is None else {"query_up", "kv_up"}
-    total = torch.zeros_like(whole)
+    total = torch.zeros_like(full_result)
     for half in range(2):
         part = Attention(spec, 0) if spec.mla is None else MlaAttention(spec, 0)
         part.load_state_dict(attention.state_dict())
@@ -163,7 +163,7 @@ def test_a_module_with_the_rows_of_half_the_heads_gives_its_half_of_the_sum(spec
             elif name == "output":
                 linear.weight = torch.nn.Parameter(linear.weight.chunk(2, 1)[half])
         total += part(x, *tables)
-    torch.testing.assert_close(total, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(total, full_result, rtol=1e-4, atol=1e-5)
 
 
 def test_the_core_can_be_replaced() -> None:
