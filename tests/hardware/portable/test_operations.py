@@ -81,7 +81,7 @@ def test_a_computation_with_other_bits_is_named() -> None:
     assert operations.differences(operations.DIGESTS) == []
 
 
-@pytest.mark.usefixtures("found")
+@pytest.mark.usefixtures("printed")
 def test_what_is_tried_is_near_what_pytorch_computes_by_itself(results: Path) -> None:
     # The digests alone would hold a wrong kernel to its own bits.
     portable = torch.load(results, weights_only=True)
