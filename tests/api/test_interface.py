@@ -148,8 +148,10 @@ def test_a_run_with_a_killed_rank_fails_and_resumes_to_the_same_weights(
 
     def kill_the_ranks(event: Event) -> None:
         if isinstance(event.body, Restored | RunStarted):
-            for pid in set(children(os.getpid())) - before:
-                os.kill(pid, signal.SIGKILL)
+            # All stand still before the first dies: none has the time to report that another is gone.
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in set(children(os.getpid())) - before:
+                    os.kill(pid, number)
 
     spec = own_run(dataset, tmp_path / "run", ranks=2)
     with monkeypatch.context() as patch:

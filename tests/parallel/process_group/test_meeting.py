@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import pytest
@@ -26,8 +27,8 @@ TOKEN = "a token that only the ranks know"
 PATIENCE_S = 120.0
 
 
-def serve(connection: Connection) -> None:
-    """A process that lives through epochs: in each it sums with the others, or hangs, or waits for one who hangs."""
+def serve(connection: Connection, wake: Event) -> None:
+    """Live through epochs: in each sum with the other processes, or hang until ``wake`` is set."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     here = MeetingPoint("127.0.0.1")
@@ -46,7 +47,7 @@ def serve(connection: Connection) -> None:
                 address, here if rank == 0 else None, epoch, rank, ranks, CPU, 60.0, still(over), TOKEN
             )
             if hangs:
-                time.sleep(2 * abort_after_s)
+                wake.wait()
             total = torch.full((1000,), float(rank + 1))
             dist.all_reduce(total, group=dist.new_group(list(range(ranks))))
             answer = float(total[0])
@@ -84,7 +85,10 @@ class Fleet:
 
     def __init__(self, workers: int) -> None:
         pipes = [FORKS.Pipe() for _ in range(workers)]
-        self.processes = [FORKS.Process(target=serve, args=(theirs,), daemon=True) for _, theirs in pipes]
+        self.wake = FORKS.Event()
+        self.processes = [
+            FORKS.Process(target=serve, args=(theirs, self.wake), daemon=True) for _, theirs in pipes
+        ]
         for process in self.processes:
             process.start()
         self.ends = [ours for ours, _ in pipes]
@@ -94,8 +98,9 @@ class Fleet:
     def live(
         self, members: list[int], hangs: int | None = None, abort_after_s: float = 60.0
     ) -> list[tuple[Any, int]]:
-        """One epoch of ``members``: what each got, and its process."""
+        """Results of one epoch by member, each with its process. The member that ``hangs`` wakes up after the others have ended."""
         self.epoch += 1
+        self.wake.clear()
         for rank, member in enumerate(members):
             self.ends[member].send(
                 (
@@ -107,12 +112,14 @@ class Fleet:
                     abort_after_s,
                 )
             )
-        answers = []
-        for member in members:
+        answers = {}
+        for member in sorted(members, key=lambda member: member == hangs):
+            if member == hangs:
+                self.wake.set()
             assert self.ends[member].poll(PATIENCE_S), "a rank hangs"
             answer, pid, self.addresses[member] = self.ends[member].recv()
-            answers.append((answer, pid))
-        return answers
+            answers[member] = answer, pid
+        return [answers[member] for member in members]
 
     def close(self) -> None:
         for process in self.processes:
