@@ -266,6 +266,17 @@ def test_a_step_that_was_deleted_before_it_was_copied_is_named(directory: RunDir
     assert "deleted from disk before it was copied" in failed.reason
 
 
+def test_a_step_that_is_deleted_while_it_is_copied_is_reported_once(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    save(directory, 2)
+    with uploaders(directory, store, (0, 1)) as (agent,):
+        until(lambda: any(key.endswith("rank-00001.safetensors") for key in store.objects))
+        DiskTier(directory.checkpoints).delete(2)
+        agent.settle()
+        agent.settle()
+        assert [failed.step for failed in events(directory, CheckpointFailed)] == [2]
+
+
 def test_a_step_whose_index_cannot_be_read_is_reported_with_the_cause(directory: RunDirectory) -> None:
     store = MemoryStore()
     save(directory, 2)

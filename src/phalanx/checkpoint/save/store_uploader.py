@@ -386,7 +386,7 @@ class StoreUploader:
     def _report_lost(self, steps: set[int], share: CopyShare) -> None:
         """Report steps that vanished before they were copied, by the process that commits."""
         for step in sorted(steps) if share.commits else ():
-            self._report(CheckpointFailed(step, self._store.url, _LOST.format(step)))
+            self._report_failure(step, AbandonedError(_LOST.format(step)))
 
     def _report_failure(self, step: int, error: Exception) -> None:
         """Log a failed copy and report it as an event, once for as long as the failure is the same."""
