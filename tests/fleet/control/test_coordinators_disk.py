@@ -9,20 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from checkpoint.worlds import save_state
 from fleet.fleet_processes import FLEET, make_run
-from fleet.small_fleets import Fleet
+from fleet.small_fleets import Fleet, settings
+from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.fleet.control.coordinator import Coordinator
 from phalanx.fleet.control.credentials import credentials_of
+from phalanx.fleet.control.fleet_file import distrusted_after, forget_distrust
 from phalanx.fleet.control.succession.journal import RENEW_BYTES, Journal
 from phalanx.fleet.control.succession.reign import CoordinatorArgs
-from phalanx.fleet.control.turn import Inbox
+from phalanx.fleet.control.turn import Inbox, RunDisk
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.invariants import JournalError, batch_line, check, first_line, mark
 from phalanx.fleet.core.settings import settings_of
-from phalanx.fleet.core.state import Eligibility, FleetPhase
+from phalanx.fleet.core.state import Distrust, Eligibility, FleetPhase
 from phalanx.observe.event_log import read_events
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.identity import fencing_token
@@ -198,3 +202,24 @@ def test_a_record_that_was_damaged_before_the_coordinator_began_is_left_to_the_u
     record.write_text("{")
     asyncio.run(coordinator._turn())
     assert record.read_text() == "{"
+
+
+def test_distrust_that_the_uploader_forgets_before_the_checkpoints_are_set_aside_is_recorded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.fleet.mkdir()
+    save_state(DiskTier(directory.checkpoints), 6, {"model/w": torch.zeros(3)})
+    state = initial_state(settings(), 0.0)
+    state.condemned, state.distrust = [6], (Distrust(1, 4),)
+    set_aside = DiskTier.set_aside
+
+    def forget_and_set_aside(disk: DiskTier, step: int) -> None:
+        assert distrusted_after(directory) == 4
+        forget_distrust(directory, 4)  # as an uploader does whose copies are those still on disk
+        set_aside(disk, step)
+
+    monkeypatch.setattr(DiskTier, "set_aside", forget_and_set_aside)
+    RunDisk(directory, 1.0, print).set_aside(state, stored=True)
+    assert directory.committed_steps() == []
+    assert distrusted_after(directory) == 4

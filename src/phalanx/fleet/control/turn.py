@@ -333,12 +333,19 @@ class RunDisk:
 
         ``stored``: there are copies in a store, and the distrust is recorded for their uploader.
         """
-        if state.condemned and state.distrust and stored:
-            with suppress(OSError):  # Written again at the next turn, for as long as they are on disk.
-                record_distrust(self._directory, state.distrust[-1].step)
+        is_recorded = bool(state.condemned and state.distrust and stored)
+        if is_recorded:  # Before: a coordinator that ends meanwhile leaves it.
+            self._record_distrust(state)
         for saved in state.condemned:
             with suppress(CheckpointError, OSError):
                 DiskTier(self._directory.checkpoints).set_aside(saved)
+        if is_recorded:  # And after: the uploader keeps copies of steps that it still finds on disk, and forgets the record.
+            self._record_distrust(state)
+
+    def _record_distrust(self, state: FleetState) -> None:
+        """Record the newest distrust for the uploader. An error is ignored: the next turn with condemned steps repeats it."""
+        with suppress(OSError):
+            record_distrust(self._directory, state.distrust[-1].step)
 
 
 def first_step(spec: RunSpec, directory: RunDirectory, log: Callable[[str], None]) -> int:
