@@ -121,8 +121,8 @@ def test_agents_together_copy_what_is_saved_while_they_run(directory: RunDirecto
         for step in (2, 4):
             save(directory, step)
             until(lambda step=step: step in stored(store))
+        until(lambda: [copied.step for copied in events(directory, CheckpointCopied)] == [2, 4])
     assert verify_tier(ObjectTier(store), "store") == []
-    assert [copied.step for copied in events(directory, CheckpointCopied)] == [2, 4]
 
 
 def test_each_agent_writes_the_files_of_its_own_ranks_alone(directory: RunDirectory) -> None:
@@ -224,10 +224,10 @@ def test_copies_of_what_an_audit_has_condemned_are_set_aside_before_anything_is_
         for agent in agents:
             agent.settle()
         until(lambda: stored(store) == [2, 4, 6])
-        record_distrust(directory, 2)
-        record_distrust(directory, 3)  # of a later epoch: less is said than before
         disk.set_aside(6)
         disk.delete(4)  # had expired
+        record_distrust(directory, 2)
+        record_distrust(directory, 3)  # a later epoch, which distrusts fewer steps
         until(lambda: stored(store) == [2])
         until(lambda: distrusted_after(directory) is None)  # forgotten after the copies are set aside
         save(directory, 4, 9.0)

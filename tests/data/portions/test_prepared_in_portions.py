@@ -217,15 +217,15 @@ def test_a_worker_that_dies_is_replaced_and_its_task_done_again(tmp_path: Path) 
     prepared(recipe, tmp_path / "alone")
     executor = Processes(2)
     stop = threading.Event()
+    killed: list[object] = []
 
-    def kill_some() -> None:
-        for _ in range(4):
-            if stop.wait(0.4):
-                return
-            for process in list(executor._running)[:1]:
+    def kill_two() -> None:  # a third loss of one task would end the preparation
+        while len(killed) < 2 and not stop.wait(0.01):
+            for process in [process for process in list(executor._running) if process not in killed][:1]:
                 process.kill()
+                killed.append(process)
 
-    killer = threading.Thread(target=kill_some)
+    killer = threading.Thread(target=kill_two)
     killer.start()
     try:
         prepared(recipe, tmp_path / "out", executor)
@@ -233,6 +233,7 @@ def test_a_worker_that_dies_is_replaced_and_its_task_done_again(tmp_path: Path) 
         stop.set()
         killer.join()
         executor.close()
+    assert len(killed) == 2
     assert objects(tmp_path / "out") == objects(tmp_path / "alone")
 
 
