@@ -119,7 +119,7 @@ def test_matrices_have_the_documented_deviation_and_outputs_a_smaller_one(init_s
         assert abs(float(filled(parameter, spec).mean())) < 0.02 * expected
 
 
-def test_no_two_parameters_and_no_two_seeds_start_alike() -> None:
+def test_no_two_parameters_and_no_two_seeds_start_with_the_same_numbers() -> None:
     drawn = [p for p in parameters(SPEC) if p.kind in ("matrix", "output", "embedding")]
     firsts = {tuple(filled(parameter, seed=seed)[0, :8].tolist()) for parameter in drawn for seed in (0, 1)}
     assert len(firsts) == 2 * len(drawn)

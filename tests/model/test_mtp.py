@@ -59,7 +59,7 @@ def test_without_a_readout_for_them_no_prediction_is_made() -> None:
     assert not called
 
 
-def test_tokens_and_targets_are_shifted_alike() -> None:
+def test_tokens_and_targets_are_shifted_by_the_same_number() -> None:
     text = torch.arange(10, 18).view(1, 8)  # inputs 10..16, targets 11..17
     inputs, targets = text[:, :-1], text[:, 1:]
     assert targets_ahead(targets, 2, -100).tolist() == [[13, 14, 15, 16, 17, -100, -100]]

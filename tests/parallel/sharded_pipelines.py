@@ -1,4 +1,4 @@
-"""Pipelines whose stages are sharded by FSDP2, and the undivided model sharded alike."""
+"""Pipelines whose stages are sharded by FSDP2, and the undivided model sharded in the same way."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_every_gradient_is_that_of_transformers(config: Any) -> None:
     expected = in_our_words([(name, value.grad) for name, value in theirs.named_parameters()], config)
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None
-        # A bias of the keys shifts every score alike: its gradient is rounding noise around zero.
+        # A bias of the keys shifts every score by the same number: its gradient is rounding noise around zero.
         scale = expected[name.replace(".bias", ".weight")].abs().max()
         assert float((parameter.grad - expected[name]).abs().max() / scale) < TOLERANCE, name
 

@@ -55,7 +55,7 @@ def test_every_number_has_a_bound(section: type) -> None:
     assert unbounded == []
 
 
-def test_documentation_is_one_line_whatever_its_layout_in_the_source() -> None:
+def test_documentation_is_one_line_for_any_layout_in_the_source() -> None:
     assert field_docs(ModelSpec)["layers"] == "Number of transformer blocks."
     assert all("\n" not in doc for doc in field_docs(OptimizerSpec).values())
 

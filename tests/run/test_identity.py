@@ -132,7 +132,7 @@ def test_how_the_run_is_computed_and_kept_belongs_to_the_fleet(name: str) -> Non
         "model.init_std",
     ],
 )
-def test_whatever_reaches_the_bits_belongs_to_the_run(name: str) -> None:
+def test_fields_that_reach_the_bits_belong_to_the_run(name: str) -> None:
     assert name in RUN_FIELDS
 
 

@@ -140,7 +140,7 @@ def test_an_override_may_name_a_preset_or_a_nested_field(tmp_path: Path) -> None
     assert spec.model.rope_scaling.factor == 2.0
 
 
-def test_a_run_that_was_read_is_overridden_whatever_preset_it_names(tmp_path: Path) -> None:
+def test_a_run_that_was_read_is_overridden_where_its_preset_is_not_known(tmp_path: Path) -> None:
     spec = read('[model]\npreset = "llama3-8b"\nlayers = 2', folder=tmp_path)
     other = overridden(spec, ["parallel.tensor=2"], tmp_path / "run.toml")
     assert other == replace_at(spec, "parallel.tensor", 2)
@@ -326,7 +326,7 @@ fields = st.sampled_from(
 
 @given(st.dictionaries(fields, json_values, min_size=1, max_size=4))
 @settings(max_examples=200)
-def test_whatever_stands_in_a_field_is_read_or_reported_and_never_raises(values: dict[str, object]) -> None:
+def test_any_value_of_a_field_is_read_or_reported_and_never_raises(values: dict[str, object]) -> None:
     table: dict[str, Any] = {}
     for path, value in values.items():
         section, name = path.split(".")

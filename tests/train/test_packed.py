@@ -1,4 +1,4 @@
-"""Training on packed records: documents count alike wherever they were packed, on any number of ranks."""
+"""Training on packed records: documents count the same in any pack and on any number of ranks."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_the_hash_on_disk_is_the_hash_that_training_reports(
 
 
 def train_with_slots_added_in_order_of_arrival(spec: Any) -> Any:
-    """As ``train_on_this_rank``, but a slot's gradient is added to whatever sum there is already."""
+    """As ``train_on_this_rank``, but a slot's gradient is added to any sum there is already."""
     push_node, push, take_root = SlotTree.push_node, SlotTree.push, SlotTree.take_root
 
     def arrive(self: Any, _node: Any, value: Any) -> None:

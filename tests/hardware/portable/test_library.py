@@ -1,4 +1,4 @@
-"""Portable products have the bits of their definition, whatever is computed beside them and however it lies in memory."""
+"""Portable products have the bits of their definition, with any other rows beside them and in any layout in memory."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_bits_do_not_depend_on_how_operands_lie_in_memory(
 
 
 @given(columns=st.integers(1, 70), depth=st.integers(1, 530), more=st.integers(0, 3))
-def test_a_row_by_itself_is_a_row_of_many_whatever_lies_between_the_columns(
+def test_a_row_by_itself_is_a_row_of_many_with_any_gaps_between_the_columns(
     columns: int, depth: int, more: int
 ) -> None:
     rows, weight = numbers(2, depth), numbers(columns, depth + more, seed=1)[:, :depth]

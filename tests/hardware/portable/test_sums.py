@@ -1,4 +1,4 @@
-"""Sums and softmax have the bits of their definition, whatever threads compute them and whatever lies beside them."""
+"""Sums and softmax have the bits of their definition, on any number of threads and with any other numbers beside them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def held_by_all(spec: RunSpec, layout: Layout) -> list[Holding]:
 
 
 @given(st.sampled_from(LAYOUTS))
-def test_all_ranks_together_hold_each_replica_once_and_what_tensor_ranks_have_alike_once_each(
+def test_all_ranks_together_hold_each_replica_once_and_common_weights_of_tensor_ranks_once_each(
     drawn: tuple[object, int, ParallelSpec, Layout],
 ) -> None:
     model, _, parallel, layout = drawn

@@ -99,7 +99,7 @@ def test_an_expert_without_tokens_gets_a_gradient_of_zero() -> None:
     assert layer.experts.up.grad[:5].any()
 
 
-def test_a_token_is_the_same_whatever_else_is_in_the_batch() -> None:
+def test_a_token_does_not_depend_on_the_rest_of_the_batch() -> None:
     layer, x = filled(SPEC), random(2, 9, 16)
     torch.testing.assert_close(layer(x[1:]), layer(x)[1:])
 

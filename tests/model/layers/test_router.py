@@ -75,7 +75,7 @@ def test_experts_and_weights_are_those_worked_out_by_hand(moe: MoeSpec, seed: in
         assert got == pytest.approx(by_hand(router, text[row]), rel=1e-4)
 
 
-def test_scores_are_computed_in_fp32_whatever_comes_in() -> None:
+def test_scores_are_computed_in_fp32_for_inputs_of_any_format() -> None:
     router, text = filled(MoeSpec(experts=8)), tokens(32).bfloat16()
     routing = router(text)
     assert routing.weights.dtype == torch.float32

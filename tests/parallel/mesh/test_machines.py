@@ -11,7 +11,7 @@ few = st.integers(1, 6)
 
 
 @given(few, few, few, st.integers(1, 24))
-def test_a_group_has_two_levels_if_and_only_if_all_groups_fill_several_machines_alike(
+def test_a_group_has_two_levels_if_and_only_if_all_groups_fill_several_machines_equally(
     groups: int, ranks: int, stride: int, machine_ranks: int
 ) -> None:
     width = ranks_in_a_machine(ranks, stride, machine_ranks)

@@ -200,7 +200,7 @@ def test_a_stranger_in_the_store_is_refused_by_the_ranks(fleet: Fleet, value: by
 
 
 def prove(tokens: list[str]) -> str:
-    """Proves itself with this rank's token; the error if somebody could not."""
+    """Prove this rank's membership with its token; return the error if a rank could not."""
     try:
         prove_members(tokens[dist.get_rank()], "epoch-3")
     except RendezvousError as error:

@@ -101,7 +101,7 @@ def test_writers_of_one_file_do_not_mix_their_contents(tmp_path: Path) -> None:
 def test_writers_with_one_number_of_a_thread_do_not_share_a_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Containers number their threads alike, and one number is given to thread after thread.
+    # Containers number their threads in the same way, and one number is given to thread after thread.
     path, names = tmp_path / "file", list[str]()
     opened = os.open
 

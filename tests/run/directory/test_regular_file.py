@@ -1,4 +1,4 @@
-"""Files that somebody else has put into a run directory or dataset."""
+"""Files that another program has put into a run directory or dataset."""
 
 from __future__ import annotations
 

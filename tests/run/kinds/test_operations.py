@@ -131,7 +131,7 @@ def test_operations_cost_what_is_counted_for_the_model(model: ModelSpec, seq_len
 
 @given(models)
 @settings(max_examples=20)
-def test_products_of_one_input_are_divided_alike(model: ModelSpec) -> None:
+def test_products_of_one_input_are_divided_in_the_same_way(model: ModelSpec) -> None:
     for operation in whole(model):
         if isinstance(operation, MatrixProduct):
             assert len({(weight.shape[-1], weight.tensor_dim) for weight in operation.weights}) == 1

@@ -7,7 +7,7 @@ import pytest
 from phalanx.run.peers import ALIKE_S, own_clock_is_wrong
 
 
-def test_a_clock_from_which_all_others_are_apart_alike_is_the_wrong_one() -> None:
+def test_a_clock_that_differs_from_all_others_by_the_same_time_is_the_wrong_one() -> None:
     warning = own_clock_is_wrong({"a": -7200.0, "b": -7203.0, "c": -7201.0, "d": -7200.0}, 1, "this machine")
     assert warning == (
         "the clocks of 4 hosts (a, b, c and 1 more) are 7200 s behind that of this machine, all equally; it agrees with 1: "

@@ -1,4 +1,4 @@
-"""Numbers of a run's event file, whatever is in it."""
+"""Numbers of a run's event file with any content."""
 
 from __future__ import annotations
 

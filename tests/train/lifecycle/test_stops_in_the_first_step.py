@@ -1,4 +1,4 @@
-"""A request to stop in the first step of two real ranks, wherever it finds each of them: they agree on what is saved, and the run goes on."""
+"""A request to stop in the first step of two real ranks, at several places of each: they agree on what is saved, and the run goes on."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_recomputing_more_keeps_less() -> None:
 
 
 class PromptStore(FileStore):
-    """Goes on only when all is written: what is on its way still takes memory, and disks differ in speed."""
+    """A store that returns once all is written: bytes on their way still take memory, and disks differ in speed."""
 
     def __call__(self, source: torch.Tensor) -> Any:
         waiting = super().__call__(source)

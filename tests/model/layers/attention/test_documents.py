@@ -21,7 +21,7 @@ def test_lengths_are_those_of_runs_of_equal_numbers_sequence_after_sequence(ids:
     assert list(Documents.numbered(torch.tensor(ids)).lengths) == expected
 
 
-def test_a_document_has_the_same_bits_whatever_is_packed_beside_it() -> None:
+def test_the_bits_of_a_document_do_not_depend_on_those_packed_beside_it() -> None:
     query, key, value = torch.randn(3, 2, 4, 300, 16).unbind()
     documents = Documents.numbered((torch.arange(300) >= 170).long().expand(2, -1))
     core = CausalCore(window=50)
