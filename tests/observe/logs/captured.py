@@ -15,6 +15,8 @@ from phalanx.observe.logs.log_file import Bounds, LogOrder, last_lines, set_asid
 CAUGHT = "import os, sys; from phalanx.observe.logs.capture import capture_output; place = capture_output(os.environ)\n"
 """First line of the program of a process whose output Phalanx captures."""
 
+PATIENCE_S = 120.0
+
 
 @dataclass
 class Captured:
@@ -55,7 +57,8 @@ def run(
     order = LogOrder(folder / "logs" / "attempt-002-rank-00003.jsonl", "rank-00003", 2, "node-1", bounds)
     messages: list[str] = []
     variables = {**os.environ, **(environment or {})}
-    output = ChildOutput(order, variables, messages.append)
+    # A child that is stopped in the middle of a line still has one record of it.
+    output = ChildOutput(order, variables, messages.append, pause_s=PATIENCE_S)
     process = subprocess.Popen(
         [sys.executable, "-c", (CAUGHT if caught else "import os, sys\n") + program],
         env={**variables, **output.environment},
@@ -66,7 +69,7 @@ def run(
     )
     output.started()
     meanwhile(process)
-    code = process.wait(120)
+    code = process.wait(PATIENCE_S)
     output.ended()
     lines = [line for line in last_lines(order.path, 100_000) if " begins: " not in line.text]
     return Captured(code, order, lines, messages)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import fcntl
+import math
 import os
 import select
 import threading
@@ -24,7 +25,7 @@ from phalanx.observe.logs.masking import SecretMask
 
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 18
-_PAUSE_MS = 500
+_PAUSE_S = 0.5
 """After a pause of so long, a line that has not ended is a record."""
 _DRAIN_S = 5.0
 _TAIL_BYTES = 8 << 10
@@ -41,12 +42,14 @@ class ChildOutput:
         order: LogOrder,
         secrets: Mapping[str, str],
         on_trouble: Callable[[str], None] = lambda _words: None,
+        *,
+        pause_s: float = _PAUSE_S,
     ) -> None:
         """Open the pipes for one child's output; ``order`` is its log. Nothing is read before ``started``.
 
         ``secrets`` is its environment: values of secret variables are masked. ``on_trouble`` is called once, from
-        another thread, if the log cannot be written. Raises ``OSError`` if there is no run directory or no
-        descriptor left.
+        another thread, if the log cannot be written. A line that has not ended is a record after ``pause_s`` without
+        output. Raises ``OSError`` if there is no run directory or no descriptor left.
         """
         with suppress(FileExistsError):
             order.path.parent.mkdir()  # the folder may have been removed
@@ -65,6 +68,7 @@ class ChildOutput:
         self._assembler = Assembler()
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         self._lock, self._drained, self._over = threading.Lock(), threading.Event(), False
+        self._pause_ms, self._drain_until_s = round(1000 * pause_s), math.inf
         self._thrown, self._thrown_ended = b"", False
         self._place_users = 2
         """This object's user, until ``ended``, and the reading thread: the last of them closes the place."""
@@ -97,6 +101,7 @@ class ChildOutput:
 
         ``how`` it ended is written last, at ``level``; empty writes nothing.
         """
+        self._drain_until_s = time.monotonic() + _DRAIN_S
         self._over = True
         os.write(self._wake, b".")
         self._drained.wait(_DRAIN_S)
@@ -122,17 +127,21 @@ class ChildOutput:
     def _read(self) -> None:
         """Read until all writers have closed the pipe, then close the log. Runs in the thread.
 
-        Incomplete lines are written after half a second without output, and after the child's end.
+        Incomplete lines are written after a pause without output, and after the child's end.
         """
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)
         poll.register(self._wake_reading, select.POLLIN)
-        while self._read_what_is_there():
-            if self._over and not self._drained.is_set():
+        while True:
+            # Only a read that begins after the child's end has all that the child wrote.
+            is_over = self._over
+            if not self._read_what_is_there():
+                break
+            if is_over and not self._drained.is_set():
                 self._settle()
                 poll.unregister(self._wake_reading)
                 self._drained.set()
-            if not poll.poll(_PAUSE_MS if self._assembler.waits or self._thrown else None):
+            if not poll.poll(self._pause_ms if self._assembler.waits or self._thrown else None):
                 self._settle()
         self._settle()
         with self._lock:
@@ -145,7 +154,6 @@ class ChildOutput:
         """Read until the pipe is empty, but after the child's end for 5 s at most. Return False if no process has
         it open any more.
         """
-        until_s = time.monotonic() + _DRAIN_S
         while True:
             try:
                 piece = os.read(self._reading, _READ_BYTES)
@@ -155,7 +163,7 @@ class ChildOutput:
                 return False
             with self._lock:
                 self._take(piece)
-            if self._over and not self._drained.is_set() and time.monotonic() > until_s:
+            if not self._drained.is_set() and time.monotonic() > self._drain_until_s:
                 return True  # a process that the child has started never stops writing
 
     def _take(self, piece: bytes) -> None:
