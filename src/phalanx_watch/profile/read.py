@@ -314,10 +314,6 @@ def _await_order(
     path = folder_of(directory, name) / recorded_step.ORDER_FILE
     while not path.exists():
         now_s = time.time()
-        if now_s > since_s + wait_s:
-            raise ProfileError(_silence(directory, wait_s))
-        if now_s > since_s + _GONE_S and KernelLocks().holds(directory) is False:
-            raise ProfileError(_silence(directory, _GONE_S))
         now = _inode(profile_request.request_path(directory))
         if now is not None and inode is not None and now != inode:
             raise ProfileError(
@@ -328,6 +324,10 @@ def _await_order(
             warning = _warning(directory, since_s)
             if warning is not None:
                 raise ProfileError(warning)
+        if now_s > since_s + wait_s:
+            raise ProfileError(_silence(directory, wait_s))
+        if now_s > since_s + _GONE_S and KernelLocks().holds(directory) is False:
+            raise ProfileError(_silence(directory, _GONE_S))
         time.sleep(_LOOK_EVERY_S)
 
 

@@ -40,7 +40,7 @@ def test_a_request_that_another_has_replaced_fails_at_once(tmp_path: Path) -> No
         write_request(run.directory, ProfileRequest("other", 1, "auto", time.time() + 60))
 
     with pytest.raises(ProfileError, match="another profile was requested"):
-        read.request_profile(run.directory, 1, "auto", 30.0, another)
+        read.request_profile(run.directory, 1, "auto", 0.0, another)
     assert request_path(run.directory).exists()
 
 
