@@ -72,9 +72,9 @@ def test_a_run_is_searched_and_opened_with_keys_alone(open_page: Open) -> None:
 def test_a_click_on_a_column_sorts_by_it_and_what_is_not_known_comes_last(open_page: Open) -> None:
     page = open_page().page
     page.get_by_role("button", name="Loss", exact=True).click()
+    expect(page.locator("th[data-column=loss]")).to_have_attribute("aria-sort", "descending")
     losses = [text for text in page.locator("tbody .c-loss").all_text_contents() if text != "–"]
     assert losses == sorted(losses, key=float, reverse=True)
-    expect(page.locator("th[data-column=loss]")).to_have_attribute("aria-sort", "descending")
     assert "sort=-loss" in page.url
 
 

@@ -91,6 +91,7 @@ def test_an_exported_file_has_every_figure(tmp_path: Path) -> None:
         assert f'"/api/run/{run_id(run_dir)}{key}"' in text
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize("width", [1280, 360])
 def test_the_map_shows_the_value_under_the_pointer_and_where_it_was_not_finite(
     open_page: Open, tmp_path: Path, width: int

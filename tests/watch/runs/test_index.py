@@ -239,7 +239,8 @@ def test_runs_that_are_no_more_are_forgotten_by_the_cache_within_a_day(
 ) -> None:
     for name in ("a", "b"):
         make_run(tmp_path / "runs" / name)
-    cache, now = tmp_path / "cache", time.time()
+    cache, noon = tmp_path / "cache", time.time() // 86_400 * 86_400 + 43_200
+    monkeypatch.setattr("phalanx_watch.runs.index.time.time", lambda: noon)
 
     def cached_names() -> list[str]:
         with sqlite3.connect(cache) as base:
@@ -250,7 +251,7 @@ def test_runs_that_are_no_more_are_forgotten_by_the_cache_within_a_day(
     write_labels(tmp_path / "runs" / "b", RunLabels(("new",), ""))
     rows(tmp_path / "runs", cache)
     assert cached_names() == ["a", "b"]  # the look at every path it knows is made once a day
-    monkeypatch.setattr("phalanx_watch.runs.index.time.time", lambda: now + 86_400)
+    monkeypatch.setattr("phalanx_watch.runs.index.time.time", lambda: noon + 86_400)
     write_labels(tmp_path / "runs" / "b", RunLabels(("newer",), ""))
     rows(tmp_path / "runs", cache)
     assert cached_names() == ["b"]

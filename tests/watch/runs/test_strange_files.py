@@ -54,7 +54,6 @@ def _half_pairs(path: Path) -> None:
 _KINDS = (_pipe, _folder, _endless, _deep, _long_numbers, _half_pairs)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", _KINDS)
 @pytest.mark.parametrize("name", _NAMES)
 def test_a_run_with_anything_under_the_name_of_a_file_is_listed(
@@ -74,7 +73,6 @@ def test_a_run_with_anything_under_the_name_of_a_file_is_listed(
     assert b"whole" in json_bytes(rows)
 
 
-@pytest.mark.timeout(30)
 def test_no_reader_waits_for_a_pipe(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     for name in _NAMES:
@@ -91,7 +89,6 @@ def test_no_reader_waits_for_a_pipe(tmp_path: Path) -> None:
     assert not read_labels(tmp_path).tags
 
 
-@pytest.mark.timeout(30)
 def test_a_line_without_end_is_passed_over_without_being_held(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "a", "a", 10)
     run.train(3)

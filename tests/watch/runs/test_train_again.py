@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 PARENT = """
@@ -14,7 +15,16 @@ from pathlib import Path
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.runs.reproduce import train_again
 folder = Path(sys.argv[1])
-train_again(folder / "run.toml", RunDirectory(folder / "run"), None, command=(sys.executable, sys.argv[2]))
+
+
+class Polled(RunDirectory):
+    @property
+    def events(self):
+        (folder / "polled").touch()
+        return super().events
+
+
+train_again(folder / "run.toml", Polled(folder / "run"), None, command=(sys.executable, sys.argv[2]))
 """
 TRAINING = """
 import signal, sys, time
@@ -37,8 +47,10 @@ def test_ctrl_c_stops_the_training_once_and_waits_for_its_end(tmp_path: Path) ->
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    while not (tmp_path / "ready").exists():
+    # The parent waits for the training, and the training for signals.
+    while not all((tmp_path / name).exists() for name in ("polled", "ready")):
         assert parent.poll() is None
+        time.sleep(0.01)
     os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
     assert parent.wait() != 0
     assert (tmp_path / "requests").read_text() == "SIGTERM"

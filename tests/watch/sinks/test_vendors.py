@@ -270,8 +270,7 @@ def test_an_mlflow_server_that_is_killed_costs_the_run_nothing_and_has_everythin
         send_in_a_process("mlflow", directory, f"http://127.0.0.1:{port}", first=20)
         end(server)
         done = in_a_process("mlflow", directory, f"http://127.0.0.1:{port}", offers=True)
-        assert "offered within a second, then: " in done.stdout, done.stderr[-2000:]
-        assert "could not be opened" in done.stdout
+        assert "could not be opened" in done.stdout, done.stderr[-2000:]
     with mlflow_server(tmp_path, port):
         done = phalanx(["sinks", "fill", str(directory), "--sink", "mlflow"], f"http://127.0.0.1:{port}")
         assert done.returncode == 0, done.stderr[-2000:]
@@ -348,14 +347,12 @@ send(sys.argv[2], Path(sys.argv[3]), recorded_run()[:int(sys.argv[4]) or None])
 """
 OFFER = """
 import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1])
-from watch.sinks.test_vendors import recorded_run
+from watch.sinks.test_vendors import PATIENCE_S, recorded_run
 from phalanx.observe.sinks import close_sinks
 from phalanx.observe.sink_registry import open_sinks
 (sink,) = open_sinks([sys.argv[2]], Path(sys.argv[3]), "tiny")
-began = time.monotonic()
 for event in recorded_run(): sink.offer(event)
-offered = "offered within a second" if time.monotonic() - began < 1 else "slow"
-print(f"{offered}, then: {close_sinks([sink], 60)}")
+print(close_sinks([sink], PATIENCE_S))
 """
 
 
@@ -431,7 +428,8 @@ def end(server: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(1500):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
         assert server.poll() is None, log.read_text()[-2000:]
         try:
             with urllib.request.urlopen(url, timeout=2):
