@@ -264,7 +264,7 @@ def test_rounds_take_half_a_percent_of_a_processor_or_a_tenth_where_they_would_c
     assert share <= 0.1 + 1e-9
 
 
-def test_a_run_whose_end_somebody_acknowledged_has_no_series_until_it_goes_on(tmp_path: Path) -> None:
+def test_a_run_whose_end_somebody_acknowledged_has_no_series_until_it_continues(tmp_path: Path) -> None:
     now = time.time()
     run = _broken_off(tmp_path / "runs" / "a", begin_s=now - 60)
     lookout = _lookout(tmp_path, tmp_path / "runs", at=now)

@@ -23,7 +23,7 @@ class Clock:
         return self.now_s
 
 
-def test_the_curve_is_there_while_the_run_goes_on_and_whole_at_its_end(tmp_path: Path) -> None:
+def test_the_curve_is_there_while_the_run_continues_and_complete_at_its_end(tmp_path: Path) -> None:
     file, curve, clock = tmp_path / "events.jsonl", tmp_path / "loss.svg", Clock()
     events = keep_drawn(crashed_run(), file, curve, clock)
     seen, drawn = [], []

@@ -1,4 +1,4 @@
-"""The ledger sums to wall time, whatever happens in between."""
+"""The ledger sums to wall time, for any work and any clock."""
 
 import contextlib
 import itertools

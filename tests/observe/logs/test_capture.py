@@ -113,7 +113,7 @@ raise ValueError("bad luck")
     assert captured.texts[-1].endswith("ValueError: bad luck")
     if not caught:
         assert "last words" in captured.texts
-    # Either lines were left out, or as many full files as are kept lie beside the newest, whatever their sizes.
+    # Either lines were left out, or as many full files as are kept are beside the newest, of any sizes.
     full_files = [*set_aside(captured.order.path), *set_aside(captured.order.raw)]
     assert any("are left out here" in text for text in captured.texts) or len(full_files) == 2
 

@@ -254,7 +254,7 @@ def test_a_gradient_norm_that_has_grown_for_a_window_is_named_with_the_step_and_
     assert "--from 20 --set optimizer.lr=" in reason.next
 
 
-def test_a_norm_that_grew_before_the_newest_events_has_one_place_however_long_the_run_goes_on(
+def test_a_norm_that_grew_before_the_newest_events_keeps_its_place_while_the_run_continues(
     run: Watched,
 ) -> None:
     run.write(steps(31, 400))
@@ -336,7 +336,7 @@ def test_a_job_in_the_queue_is_named(run: Watched, is_held: bool, code: str, sev
 # --- hangs -----------------------------------------------------------------------------------------------
 
 
-def test_a_hang_names_the_rank_whose_process_is_stopped_and_how_it_goes_on(run: Watched) -> None:
+def test_a_hang_names_the_rank_whose_process_is_stopped_and_how_it_continues(run: Watched) -> None:
     processes = (ProcessSeen(10, "S", 0), ProcessSeen(11, "T", 1))
     reason = only(run.reasons(120, processes=processes))
     assert (reason.code, reason.where) == ("stalled", "rank 1 (process 11)")
