@@ -3,7 +3,7 @@
 The measurements are those of NVIDIA's ai-dynamo/aiconfigurator (Apache-2.0, github.com/ai-dynamo/aiconfigurator), tables
 ``gemm_perf``, ``nccl_perf`` and ``wideep_deepep_normal_perf``, as parquet files in one folder. A third of the points, drawn
 with a fixed seed, is held out. The fitted law is the one that plans use: this script calls
-``phalanx_plan.step_cost.hardware_times`` and ``phalanx_plan.step_cost.hardware_times``. Needs pyarrow beside the development requirements.
+``phalanx_plan.step_cost.hardware_times``. Needs pyarrow beside the development requirements.
 
     python -m bench.plan.fit_kernels FOLDER h100          # prints the fitted tables as TOML
 """
@@ -42,7 +42,7 @@ _NO_SOURCE = Provenance("", "")
 
 
 def main() -> None:
-    """Reads the command line, fits and prints."""
+    """Read the command line, fit and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def fit_gemm(key: str, folder: Path, format_name: str, dtype: str) -> None:
-    """Prints ``[profile.matmul.FORMAT]``, where the folder has such points."""
+    """Print ``[profile.matmul.FORMAT]`` if the folder has such points."""
     chip = accelerator(key)
     files = sorted(folder.glob(f"{_FILES[key]}_gemm_trtllm*.parquet"))
     rows = _columns(files, {"gemm_dtype": dtype, "kernel_source": "torch_flow"})
@@ -100,7 +100,7 @@ def fit_gemm(key: str, folder: Path, format_name: str, dtype: str) -> None:
             f"# with it, a cast of {values[5]:.3g} s and {values[6]:.3g} times its bytes over the data sheet's rate"
         )
     large = 2 * m * n * k > 5e11
-    held = _held_out(len(measured))
+    held_out = _held_out(len(measured))
     _print(
         f"profile.matmul.{format_name}",
         dict(zip(names, values[:5], strict=True)),
@@ -108,13 +108,13 @@ def fit_gemm(key: str, folder: Path, format_name: str, dtype: str) -> None:
         points,
         errors,
     )
-    on_large = np.abs(predict(values, large & held) / measured[large & held] - 1)
+    on_large = np.abs(predict(values, large & held_out) / measured[large & held_out] - 1)
     if len(on_large):
         print(f"# above 0.5 TFLOP, held out: median {np.median(on_large):.3f}, mean {on_large.mean():.3f}\n")
 
 
 def fit_collective(key: str, folder: Path, name: str) -> None:
-    """Prints ``[profile.collectives.NAME]``."""
+    """Print ``[profile.collectives.NAME]``."""
     rows = _nccl(key, folder, name)
     members = rows["num_gpus"].astype(float)
     volume = rows["message_size"].astype(float) * 2  # counted in elements of two bytes
@@ -123,7 +123,7 @@ def fit_collective(key: str, folder: Path, name: str) -> None:
 
 
 def fit_all_reduce(key: str, folder: Path) -> None:
-    """Prints the tables of the all-reduce: a ring, and where the switch adds, the better of ring and switch.
+    """Print the tables of the all-reduce: a ring, and if the switch adds, the better of ring and switch.
 
     With four members at most the ring always wins; then the switch's constants cannot be found, and are not printed.
     """
@@ -155,7 +155,7 @@ def fit_all_reduce(key: str, folder: Path) -> None:
 
 
 def fit_point_to_point(key: str, folder: Path) -> None:
-    """Prints ``[profile.collectives.point_to_point]``: two members' all-to-all is a send and a receive of half."""
+    """Print ``[profile.collectives.point_to_point]``: two members' all-to-all is a send and a receive of half."""
     rows = _nccl(key, folder, "all_to_all")
     pair = rows["num_gpus"] == 2
     volume, two = rows["message_size"][pair].astype(float), np.full(pair.sum(), 2.0)
@@ -163,7 +163,7 @@ def fit_point_to_point(key: str, folder: Path) -> None:
 
 
 def fit_dispatch(key: str, folder: Path) -> None:
-    """Prints ``[profile.collectives.dispatch]``: DeepEP's normal kernels on the ranks of one node."""
+    """Print ``[profile.collectives.dispatch]``: DeepEP's normal kernels on the ranks of one node."""
     where = _system(key)
     files = sorted(folder.glob(f"{_FILES[key]}_comm_*deepep_normal*.parquet"))
     if not files:
@@ -181,7 +181,7 @@ def fit_dispatch(key: str, folder: Path) -> None:
 
 
 def report_energy(key: str, folder: Path) -> None:
-    """Prints the joules of a FLOP in large products, where power was measured: at the power limit if any reaches it."""
+    """Print the joules of a FLOP in large products if power was measured: at the power limit if any reaches it."""
     for format_name, dtype in _GEMM.items():
         rows = _columns(sorted(folder.glob(f"{_FILES[key]}_gemm_*.parquet")), {"gemm_dtype": dtype})
         if "power" not in rows or not len(rows["latency"]):
@@ -209,7 +209,7 @@ def _fit_inside(
         fit = CollectiveFit(*map(float, values), provenance=_NO_SOURCE)
         return inside_s(domain, fit, volume[chosen], factor[chosen], members[chosen])
 
-    several = len(np.unique(members)) > 1  # else nothing tells small groups from large
+    several = len(np.unique(members)) > 1  # otherwise no point separates small groups from large
     start = np.array([8e-6, 0.5 * several, 1.0, 0.8, 0.3 * several])
     values, errors, points = _fit(predict, measured, start, np.array([1e-3, 20.0, 10.0, 1.0, 5.0]))
     _print(
@@ -224,25 +224,25 @@ def _fit_inside(
 def _fit(
     predict: Callable[[Array, Array], Array], measured: Array, start: Array, most: Array
 ) -> tuple[Array, Array, int]:
-    """The constants that minimize the mean |log(predicted / measured)|, errors on the held-out third, points used.
+    """Return the constants that minimize the mean |log(predicted / measured)|, errors on the held-out third, points used.
 
     A pattern search in the logarithms: each constant in turn goes up or down by a factor that shrinks. The mean of
     absolute logarithms, because a few points of any table are outliers.
     """
-    held = _held_out(len(measured))
+    held_out = _held_out(len(measured))
     values, step = start.astype(float), 1.6
-    loss = float(np.abs(np.log(predict(values, ~held) / measured[~held])).mean())
+    loss = float(np.abs(np.log(predict(values, ~held_out) / measured[~held_out])).mean())
     while step > 1.002:
         improved = False
         for index in range(len(values)):
             for factor in (step, 1 / step):
                 trial = values.copy()
                 trial[index] = min(trial[index] * factor, most[index])
-                trial_loss = float(np.abs(np.log(predict(trial, ~held) / measured[~held])).mean())
+                trial_loss = float(np.abs(np.log(predict(trial, ~held_out) / measured[~held_out])).mean())
                 if trial_loss < loss - 1e-7:
                     values, loss, improved = trial, trial_loss, True
         step = step if improved else step**0.5
-    return values, np.abs(predict(values, held) / measured[held] - 1), int((~held).sum())
+    return values, np.abs(predict(values, held_out) / measured[held_out] - 1), int((~held_out).sum())
 
 
 def _system(key: str) -> System:
@@ -254,7 +254,7 @@ def _nccl_file(key: str, folder: Path) -> list[Path]:
 
 
 def _nccl(key: str, folder: Path, name: str) -> dict[str, Array]:
-    """The measurements of one collective from 64 KiB on: what is smaller does not count in a training step."""
+    """Return the measurements of one collective from 64 KiB on: smaller messages do not count in a training step."""
     rows = _columns(_nccl_file(key, folder), {"op_name": _NCCL[name], "nccl_dtype": "half"})
     counted = rows["message_size"] >= 2**15
     return {column: values[counted] for column, values in rows.items()}
@@ -264,12 +264,12 @@ def _held_out(count: int) -> Array:
     return np.random.default_rng(0).random(count) < 1 / 3
 
 
-def _columns(files: list[Path], wanted: Mapping[str, str]) -> dict[str, Array]:
+def _columns(files: list[Path], filters: Mapping[str, str]) -> dict[str, Array]:
     tables = [pq.read_table(path) for path in files]
     if not tables:
         return {"latency": np.array([])}
     table = {name: np.concatenate([np.asarray(t[name]) for t in tables]) for name in tables[0].column_names}
-    keep = np.all([table[name] == value for name, value in wanted.items()], axis=0)
+    keep = np.all([table[name] == value for name, value in filters.items()], axis=0)
     return {name: column[keep] for name, column in table.items()}
 
 

@@ -1,8 +1,8 @@
-"""Closes the loop: what the planner says of runs of the trainer on this machine, against what they take.
+"""Predictions of the planner for runs of the trainer on this machine, against measurements.
 
 The machine's constants come from ``phalanx calibrate``. Then real steps of the trainer are timed and their memory is measured,
-for models of several sizes, on one rank and two, in several layouts; none of them was calibrated with. Medians of the absolute
-errors are what counts (goals: 10 % of step time, 3 % of peak memory).
+for models of several sizes, on one rank and two, in several layouts; none of them was calibrated with. The result is the median of the absolute
+errors (goals: 10 % of step time, 3 % of peak memory).
 
     phalanx calibrate --out this.toml
     python -m bench.plan.loop --cluster this.toml
@@ -61,7 +61,7 @@ MIXED = ModelSpec(
 def run(
     model: ModelSpec, *, batch: int = 4, seq: int = 256, slots: int = 0, micro: int = 1, **more: object
 ) -> RunSpec:
-    """A run on the CPU, in fp32."""
+    """Return a run on the CPU, in fp32."""
     train = TrainSpec(batch_size=batch, seq_len=seq, slots=slots or batch, micro_batch_size=micro)
     spec = RunSpec(
         model=resolve(model, model.vocab_size), train=train, precision=PrecisionSpec(compute="fp32")
@@ -90,11 +90,11 @@ RUNS: dict[str, tuple[RunSpec, int]] = {
 
 
 def main() -> None:
-    """Measures, predicts, prints."""
+    """Measure, predict, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cluster", default="this", help="what phalanx calibrate wrote")
+    parser.add_argument("--cluster", default="this", help="the output of phalanx calibrate")
     parser.add_argument("--clock", choices=["wall", "cpu"], default=usual_clock(torch.device("cpu")))
     parser.add_argument("--steps", type=int, default=4, help="steps that are timed, of each run")
     parser.add_argument("--only", nargs="*", default=[], help="names of runs to do; by default all")
@@ -128,14 +128,16 @@ def main() -> None:
 
 
 def measured_row(name: str, spec: RunSpec, ranks: int, here: Cluster, arguments: argparse.Namespace) -> Row:
-    """Predicts and measures one run."""
+    """Predict and measure one run."""
     problems = layout_problems(spec, ranks)
     if problems:
         raise SystemExit(f"{name}: {problems[0]}")
-    found = estimate_written(spec, here, ranks)
+    predicted = estimate_written(spec, here, ranks)
     measured = measure_step(spec, ranks, arguments.steps)
     seconds = measured.cpu_s if arguments.clock == "cpu" else measured.wall_s
-    row = Row(name, ranks, found.step_s, seconds, found.allocated_bytes, measured.memory_bytes["total"])
+    row = Row(
+        name, ranks, predicted.step_s, seconds, predicted.allocated_bytes, measured.memory_bytes["total"]
+    )
     record(dataclasses.asdict(row), is_printed=False)
     return row
 

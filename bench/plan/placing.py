@@ -1,9 +1,9 @@
-"""How fast and how well nodes are placed: time beside one sort of the same nodes, and cost beside the best there is.
+"""Speed and quality of the placement of nodes: time beside one sort of the same nodes, and cost beside the best placement.
 
 python -m bench.plan.placing
 
 Placing must at least bring the nodes into the order of the tree, so one ``sorted`` of them in the same process is the limit that its time is
-compared with. What it costs a run is compared with the best placement, which a mixed-integer program (HiGHS) finds on small trees.
+compared with. Its cost to a run is compared with the best placement, which a mixed-integer program (HiGHS) finds on small trees.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TIMES, _SMALL = 21, 100
 
 
 def network(pods: int, leaves: int, nodes: int, *, scale_up: bool, dead: float = 0.03) -> Topology:
-    """A tree of ``pods`` x ``leaves`` x ``nodes``, of which a share ``dead`` is taken, in random places."""
+    """Return a tree of ``pods`` x ``leaves`` x ``nodes``; a random share ``dead`` of the nodes is taken."""
     names = {
         f"n{(pod * leaves + leaf) * nodes + node}": (f"pod{pod}", f"leaf{leaf}")
         for pod in range(pods)
@@ -39,18 +39,18 @@ def network(pods: int, leaves: int, nodes: int, *, scale_up: bool, dead: float =
 
 
 def median_ms(topology: Topology, action: Callable[[Topology], object]) -> float:
-    """Median time of ``action`` on a copy of the network that nobody has asked anything yet, after one that warms up."""
-    found = []
+    """Return the median time of ``action`` on a fresh copy of the network without cached results, after one call that warms up."""
+    times = []
     for _ in range(_TIMES + 1):
         fresh = replace(topology)
         start = time.perf_counter()
         action(fresh)
-        found.append(time.perf_counter() - start)
-    return 1e3 * median(found[1:])
+        times.append(time.perf_counter() - start)
+    return 1e3 * median(times[1:])
 
 
-def tell_speed(name: str, topology: Topology, per_node: int) -> None:
-    """Prints the times of one placement, of its price, and of the choice among all units and orders."""
+def print_speed(name: str, topology: Topology, per_node: int) -> None:
+    """Print the times of one placement, of its price, and of the choice among all units and orders."""
     units = len(topology.free) // 16 - 4
     shape = Shape(Layout(shard=units, tensor=per_node, context=16), per_node)
     flows = [
@@ -60,7 +60,7 @@ def tell_speed(name: str, topology: Topology, per_node: int) -> None:
     ]
     placed = place_units(topology, 16, units)
     paths = topology.nodes
-    sort_ms = median_ms(topology, lambda _: sorted(paths, key=lambda one: (paths[one], len(one), one)))
+    sort_ms = median_ms(topology, lambda _: sorted(paths, key=lambda node: (paths[node], len(node), node)))
     place_ms = median_ms(topology, lambda fresh: place_units(fresh, 16, units))
     price_ms = median_ms(topology, lambda fresh: price(fresh, placed.nodes, flows, per_node))
     choose_ms = median_ms(topology, lambda fresh: choices(fresh, shape, flows, spares=8))
@@ -70,8 +70,8 @@ def tell_speed(name: str, topology: Topology, per_node: int) -> None:
     )
 
 
-def tell_quality(cases: int) -> None:
-    """How far from the best placement ours, one in the order of names, and a random one are, on small trees that are hard on purpose."""
+def print_quality(cases: int) -> None:
+    """Print the cost over that of the best placement, on small hard trees, for ours, for the order of names, and for a random one."""
     ratios: dict[str, list[float]] = {"phalanx": [], "by name": [], "random": []}
     certified = 0
     for seed in range(cases):
@@ -81,19 +81,19 @@ def tell_quality(cases: int) -> None:
         free = list(case.topology.free)
         ours = choices(case.topology, case.shape, case.flows)[0].price
         certified += ours.certified
-        found = {
+        slowest = {
             "phalanx": ours.slowest_s,
             "by name": price(case.topology, free[:seats], case.flows, per_node).slowest_s,
             "random": price(case.topology, Random(seed).sample(free, seats), case.flows, per_node).slowest_s,
         }
-        for name, seconds in found.items():
+        for name, seconds in slowest.items():
             ratios[name].append(seconds / best_s if best_s else 1.0)
     print(
         f"\n{cases} small trees, slowest link over that of the best placement; {certified} placements are certified"
     )
-    for name, found_ratios in ratios.items():
-        equal = sum(ratio < 1 + 1e-6 for ratio in found_ratios)
-        print(f"{name:8} equal in {equal:3}, mean {mean(found_ratios):.3f}, worst {max(found_ratios):.2f}")
+    for name, ratios_of in ratios.items():
+        equal = sum(ratio < 1 + 1e-6 for ratio in ratios_of)
+        print(f"{name:8} equal in {equal:3}, mean {mean(ratios_of):.3f}, worst {max(ratios_of):.2f}")
 
 
 def main() -> None:
@@ -105,15 +105,15 @@ def main() -> None:
     parser.add_argument("--without-large", action="store_true", help="leave the table of large networks out")
     arguments = parser.parse_args()
     if arguments.without_large:
-        tell_quality(arguments.cases)
+        print_quality(arguments.cases)
         return
     print(
         f"{'network':24} {'nodes':>7} {'ranks':>7} {'units':>6} {'straddle':>8} {'sort ms':>8} {'place ms':>8} {'x sort':>6} {'price ms':>8} "
         f"{'choose ms':>9}"
     )
-    tell_speed("fat tree 17 x 23 x 32", network(17, 23, 32, scale_up=False), 8)
-    tell_speed("NVL72 58 x 24 x 18", network(58, 24, 18, scale_up=True), 4)
-    tell_quality(arguments.cases)
+    print_speed("fat tree 17 x 23 x 32", network(17, 23, 32, scale_up=False), 8)
+    print_speed("NVL72 58 x 24 x 18", network(58, 24, 18, scale_up=True), 4)
+    print_quality(arguments.cases)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How fast the planner looks at layouts: valid configurations per CPU-second, from enumerating them to the exact finalists.
+"""Speed of the planner's search of layouts: valid configurations per CPU-second, from enumerating them to the exact finalists.
 
 python -m bench.plan.search
 """
@@ -27,7 +27,7 @@ SPACES = (
 
 
 def main() -> None:
-    """Prints a line for each space."""
+    """Print a line for each space."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -41,10 +41,10 @@ def main() -> None:
         workload = TrainingWorkload(resolve(PRESETS[model]), seq_len, batch)
         job = TrainingJob(workload, STACKS[stack], cluster, profile_of(cluster.accelerator))
         cpu, wall = time.process_time(), time.perf_counter()
-        found = search(job)
+        result = search(job)
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         print(
-            f"{model:14} {fleet:20} {found.looked_at:12,} {found.valid:11,} {cpu:7.2f} {wall:7.2f} {found.valid / cpu:12,.0f}"
+            f"{model:14} {fleet:20} {result.looked_at:12,} {result.valid:11,} {cpu:7.2f} {wall:7.2f} {result.valid / cpu:12,.0f}"
         )
 
 

@@ -1,10 +1,10 @@
-"""What the choice of spares is worth to a step: a month of two large fleets, with the price of where their units lie.
+"""Worth of the choice of spares to a step: a month of two large fleets, with the price of the places of their units.
 
 python -m bench.plan.spares [--days 30]
 
 Llama 3 405B on 12,288 nodes. *halls*: 8 H100 a node, units of four nodes, halls of 3,200 with uplinks of a seventh of their nodes' rate, as between the
 pods of the Llama 3 cluster (arXiv:2407.21783, section 3.3.1). *racks*: GB200 NVL72, trays of four, 18 a rack, units of 16 trays, so two are left over
-in each. The traffic is the planner's, the price that of ``phalanx place``, failures and decisions are those of ``phalanx simulate fleet``.
+in each. The traffic is the planner's, the price is that of ``phalanx place``, failures and decisions are those of ``phalanx simulate fleet``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NODES = 12_288
 
 @dataclass(frozen=True)
 class Site:
-    """A fleet, how the run is laid out on it, and how its network is made."""
+    """A fleet, the layout of the run on it, and the levels of its network."""
 
     name: str
     kind: str
@@ -40,7 +40,7 @@ class Site:
     scenario: Scenario
     levels: tuple[Level, ...]
     together: int
-    """Spares that lie together where they are spread."""
+    """Spares in one group if they are spread."""
 
 
 SITES = (
@@ -65,8 +65,8 @@ SITES = (
 )
 
 
-def tell(site: Site, days: float, seed: int) -> None:
-    """Prints a line for each way to lay spares and to choose among them."""
+def print_site(site: Site, days: float, seed: int) -> None:
+    """Print a line for each way to place spares and to choose among them."""
     kind = cluster(f"{site.kind}:{NODES * site.per_node}")
     job = job_of(run_of_model("llama3-405b", _TOKENS, 16 * site.layout.data), kind)
     sent, step_s = flows(job, site.layout), estimate(job, site.layout).step_s
@@ -76,7 +76,7 @@ def tell(site: Site, days: float, seed: int) -> None:
     last = [NetworkUse(math.nan, (math.nan,) * len(site.levels))]
 
     def step_cost(seats: Sequence[str]) -> NetworkUse:
-        # While a fleet is too small for the layout, the price of the last full one stands.
+        # While a fleet is too small for the layout, the price of the last full one applies.
         if len(seats) == NODES:
             cost = price(network, seats, sent, site.per_node)
             last[0] = NetworkUse(cost.slowest_s, tuple(cost.left_bytes[level.name] for level in site.levels))
@@ -97,7 +97,7 @@ def tell(site: Site, days: float, seed: int) -> None:
         for name, kept in report.units_kept.items():
             torn = "".join(f"{units:15.1f}" for units in kept.torn_units)
             left = "".join(f"{size / 1e12:15.1f}" for size in kept.network.left_bytes)
-            # At worst, nothing of what the network needs beyond the least hides behind computing.
+            # At worst, none of the network time beyond the least is hidden behind computing.
             longer = 1 + max(0.0, kept.network.step_s - least_s) / step_s
             print(
                 f"{'spread' if together else 'the last nodes':16} {name:14} {torn}{left} {kept.network.step_s:10.3f} {report.goodput:8.2%} "
@@ -107,13 +107,13 @@ def tell(site: Site, days: float, seed: int) -> None:
 
 
 def main() -> None:
-    """Prints a table for each site."""
+    """Print a table for each site."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--days", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
     for site in SITES:
-        tell(site, options.days, options.seed)
+        print_site(site, options.days, options.seed)
 
 
 if __name__ == "__main__":
