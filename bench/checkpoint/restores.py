@@ -89,7 +89,7 @@ class Counting:
 
 
 def make_state() -> State:
-    """Matrices of a transformer's weights and their moments (fp32), 9 MiB each, with small vectors between them."""
+    """Return matrices of a transformer's weights and their moments (fp32), 9 MiB each, with small vectors between them."""
     state: State = {}
     for layer in range(LAYERS):
         for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
@@ -171,11 +171,10 @@ class CountingReader(FileSystemReader):
         return super().read_data(plan, planner)
 
 
-def dcp_rank(rank: int, cut: Cut, port: int, folder: str, loads: bool, report: str) -> None:
+def dcp_rank(rank: int, cut: Cut, meeting_point: str, folder: str, loads: bool, report: str) -> None:
     """Save or load the state by DCP on one rank; if it loads, write the bytes read and needed to a file."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=cut.ranks)
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=cut.ranks)
     mesh = dist.device_mesh.init_device_mesh("cpu", (cut.ranks,))
     state = {
         name: distribute_tensor(
@@ -195,13 +194,13 @@ def dcp_rank(rank: int, cut: Cut, port: int, folder: str, loads: bool, report: s
 
 def dcp_amplification(folder: Path) -> dict[str, float]:
     """Return the bytes that DCP's ranks read over bytes that they need, for each change of layout."""
-    ratios, port = {}, 29_400 + os.getpid() % 500
+    ratios = {}
     for number, (name, before, after) in enumerate(CHANGES):
         saved, report = folder / f"dcp-{number}", folder / f"report-{number}"
         report.mkdir()
         for loads, cut in ((False, before), (True, after)):
-            port += 1
-            mp.spawn(dcp_rank, (cut, port, str(saved), loads, str(report)), nprocs=cut.ranks)
+            point = (folder / f"meeting-point-{number}-{loads}").as_uri()
+            mp.spawn(dcp_rank, (cut, point, str(saved), loads, str(report)), nprocs=cut.ranks)
         counts = [json.loads(path.read_text()) for path in report.iterdir()]
         ratios[name] = sum(requested for requested, _ in counts) / sum(needed for _, needed in counts)
     return ratios

@@ -8,15 +8,11 @@ process's own; the server's is not in it. botocore is the base of boto3, without
 """
 
 import argparse
-import http.client
 import json
 import os
 import random
 import secrets
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +36,7 @@ from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.store.open_store import open_store
+from store.servers import ministack
 
 RECORD_BYTES, READS, AT_ONCE = 32 << 10, 256, 32
 BLOCK_BYTES, THREADS = 8 << 20, 8
@@ -61,27 +58,10 @@ def cost_of(work: Callable[[], object]) -> Cost:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """Start a ministack on a free port, with a bucket, and set the environment to it. Yields the bucket's URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1"}
-    os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench"}
-    command = [sys.executable, "-m", "hypercorn", "ministack.app:app", "--bind", f"127.0.0.1:{port}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while True:
-            try:
-                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-                connection.request("PUT", "/bench")
-                assert connection.getresponse().status == 200
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield "s3://bench"
-    finally:
-        process.terminate()
-        process.wait()
+    """Start a ministack with a bucket, and set the environment to it. Yields the bucket's URL."""
+    with tempfile.TemporaryDirectory() as folder, ministack(Path(folder) / "ministack") as started:
+        os.environ |= started.environment
+        yield started.url("bench")
 
 
 class Bench:
