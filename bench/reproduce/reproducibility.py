@@ -1,8 +1,8 @@
 """The table of ``docs/evidence/reproducibility.md``: one run on every fleet, undisturbed and killed, and its one hash.
 
 Real processes on real text: for 1 to 5 ranks and every way of holding the model, the run is trained once without
-disturbance, and once killed with SIGKILL at a random step (the launcher or a rank, by lot) and gone on with on a fleet of
-another size. The table is written as Markdown; the exit code says whether there was one hash.
+disturbance, and once killed with SIGKILL at a random step (the launcher or a rank, at random) and continued on a fleet of
+another size. The table is written as Markdown; the exit code is 1 if there were two hashes.
 
     python -m bench.reproduce.reproducibility                       # prints the table
     python -m bench.reproduce.reproducibility --write docs/evidence/reproducibility.md
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,7 +74,7 @@ class Fleet:
 
     @property
     def arguments(self) -> list[str]:
-        """For the command line."""
+        """The fleet's options of the command line."""
         return [
             "--ranks",
             str(self.ranks),
@@ -82,7 +83,7 @@ class Fleet:
 
 
 def fleets() -> Iterator[Fleet]:
-    """Every fleet of the table."""
+    """Yield every fleet of the table."""
     for ranks in range(1, 6):
         yield Fleet(ranks, "ZeRO-3", ("parallel.sharding=zero3",))
         yield Fleet(ranks, "ZeRO-2", ("parallel.sharding=zero2",))
@@ -100,7 +101,7 @@ class Outcome:
 
 
 def command(run_dir: Path, fleet: Fleet) -> list[str]:
-    """The command line that trains in ``run_dir`` on ``fleet``."""
+    """Return the command line that trains in ``run_dir`` on ``fleet``."""
     return [
         sys.executable,
         "-m",
@@ -115,7 +116,7 @@ def command(run_dir: Path, fleet: Fleet) -> list[str]:
 
 
 def finish(run_dir: Path, fleet: Fleet, folder: Path) -> Outcome:
-    """Trains to the end."""
+    """Train to the end."""
     done = subprocess.run(command(run_dir, fleet), cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{fleet} failed:\n{done.stderr}")
@@ -124,7 +125,7 @@ def finish(run_dir: Path, fleet: Fleet, folder: Path) -> Outcome:
 
 
 def newest_step(run_dir: Path) -> int:
-    """The newest step in the event stream."""
+    """Return the newest step in the event stream."""
     if not (run_dir / "events.jsonl").exists():
         return 0
     return max(
@@ -132,8 +133,8 @@ def newest_step(run_dir: Path) -> int:
     )
 
 
-def kill_at(run_dir: Path, fleet: Fleet, folder: Path, step: int, chance: random.Random) -> None:
-    """Trains until ``step`` is done and kills the launcher or one rank."""
+def kill_at(run_dir: Path, fleet: Fleet, folder: Path, step: int, chance: random.Random) -> bool:
+    """Train until ``step`` is done, and kill the launcher or one rank. Return False if it has ended before."""
     process = subprocess.Popen(
         command(run_dir, fleet), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -141,25 +142,37 @@ def kill_at(run_dir: Path, fleet: Fleet, folder: Path, step: int, chance: random
         time.sleep(0.01)
     listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
     ranks = [int(line) for line in listed.stdout.split()]
-    os.kill(chance.choice([process.pid, *ranks]), signal.SIGKILL)
-    process.wait()
+    victim = chance.choice([process.pid, *ranks])
+    if process.poll() is not None:  # its number may be another process's by now
+        if process.returncode:
+            raise RuntimeError(f"{fleet} failed: see {run_dir}/logs")
+        return False
+    try:
+        os.kill(victim, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    finally:
+        process.wait()
+    return True
 
 
 def table(folder: Path, seed: int, count: int | None) -> tuple[list[str], set[Outcome]]:
-    """The rows of the table, and all outcomes in it."""
+    """Return the rows of the table, and all outcomes in it."""
     chance = random.Random(seed)
     (folder / "run.toml").write_text(RUN_FILE.format(steps=STEPS))
     everything = list(fleets())
     rows, outcomes = [], set()
     for number, fleet in enumerate(everything[:count]):
-        whole = finish(folder / f"whole-{number}", fleet, folder)
+        undisturbed = finish(folder / f"whole-{number}", fleet, folder)
         step = chance.randint(1, STEPS - 2)
         other = chance.choice([candidate for candidate in everything if candidate.ranks != fleet.ranks])
-        kill_at(folder / f"killed-{number}", fleet, folder, step, chance)
-        resumed = finish(folder / f"killed-{number}", other, folder)
-        outcomes |= {whole, resumed}
+        killed = folder / f"killed-{number}"
+        while not kill_at(killed, fleet, folder, step, chance):
+            shutil.rmtree(killed)
+        resumed = finish(killed, other, folder)
+        outcomes |= {undisturbed, resumed}
         rows.append(
-            f"| {fleet.ranks} | {fleet.name} | `{whole.weights_sha256[:16]}` | at step {step}, then {other.ranks} ranks, "
+            f"| {fleet.ranks} | {fleet.name} | `{undisturbed.weights_sha256[:16]}` | at step {step}, then {other.ranks} ranks, "
             f"{other.name} | `{resumed.weights_sha256[:16]}` |"
         )
         print(rows[-1], flush=True)
@@ -167,12 +180,12 @@ def table(folder: Path, seed: int, count: int | None) -> tuple[list[str], set[Ou
 
 
 def main() -> None:
-    """Makes the table."""
+    """Make the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", type=Path, help="Markdown file whose table is replaced")
-    parser.add_argument("--seed", type=int, default=0, help="chooses steps, victims and fleets to go on with")
+    parser.add_argument("--seed", type=int, default=0, help="chooses steps, victims and fleets that continue")
     parser.add_argument("--fleets", type=int, help="the first of them alone")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
