@@ -1,8 +1,8 @@
-"""Changed configurations of published architectures, imported and exported again: each computes what transformers computes, or is refused.
+"""Changed configurations of published architectures, imported and exported again: each has the logits of transformers, or is refused.
 
 A case takes a small configuration (those of ``tests/parity/hf_models.py``), changes one to three of its fields, makes a model of it with
-transformers and random weights, saves that as a folder, imports the folder, and compares the logits; what was imported is exported, and
-transformers must read the same bits from it. transformers itself refuses many changes; those cases count for nobody.
+transformers and random weights, saves that as a folder, imports the folder, and compares the logits; the import is exported again, and
+transformers must read the same bits from it. transformers itself refuses many changes; those cases do not count.
 
     python -m bench.reproduce.families --cases 500                # some minutes
     python -m bench.reproduce.families --seed 3 --case 41         # one again, with the differences
@@ -119,11 +119,11 @@ class Finding:
     config: str
     changes: dict[str, Any]
     outcome: str
-    said: str
+    detail: str
 
 
 def main() -> None:
-    """Runs the cases and prints the table of outcomes; exit code 1 if a model computes something else, or an import breaks."""
+    """Run the cases and print the table of outcomes; exit code 1 if a model computes something else, or an import breaks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -132,18 +132,20 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only configurations whose name begins so")
     parser.add_argument("--case", type=int, help="only the case with this number")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    given = parser.parse_args()
+    options = parser.parse_args()
     hf_logging.set_verbosity(logging.CRITICAL)
     hf_logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    numbers = range(given.cases) if given.case is None else range(given.case, given.case + 1)
+    numbers = range(options.cases) if options.case is None else range(options.case, options.case + 1)
     findings = []
     for number in numbers:
-        findings.append(_judge(number, given.seed, given.only))
+        findings.append(_judge(number, options.seed, options.only))
         if number % 50 == 49:
-            print(f"{number + 1} of {given.cases}", file=sys.stderr, flush=True)
-    print(_as_json(findings) if given.json else _as_table(findings, all_told=given.case is not None))
+            print(f"{number + 1} of {options.cases}", file=sys.stderr, flush=True)
+    print(
+        _as_json(findings) if options.json else _as_table(findings, with_all_cases=options.case is not None)
+    )
     sys.exit(any(finding.outcome in ("wrong", "broken") for finding in findings))
 
 
@@ -151,9 +153,9 @@ def _judge(number: int, seed: int, only: str) -> Finding:
     draw = random.Random(f"{seed}/{number}")
     name = draw.choice([name for name in sorted(CONFIGS) if name.startswith(only)])
     table = CONFIGS[name].to_dict()
-    known = [field for field in VALUES if field in table]
+    fields = [field for field in VALUES if field in table]
     changes = {
-        field: copy.deepcopy(draw.choice(VALUES[field])) for field in draw.sample(known, draw.randint(1, 3))
+        field: copy.deepcopy(draw.choice(VALUES[field])) for field in draw.sample(fields, draw.randint(1, 3))
     }
     try:
         theirs = hf_model(type(CONFIGS[name]).from_dict({**table, **changes}), seed=number).eval()
@@ -169,12 +171,12 @@ def _judge(number: int, seed: int, only: str) -> Finding:
 
 
 def _tokens(vocab_size: int, seed: int) -> torch.Tensor:
-    """int64 ``(2, 80)``: longer than every window and than the context that rotary embeddings are stretched from."""
+    """Return random tokens, int64 ``(2, 80)``: longer than every window and than the context that rotary embeddings are stretched from."""
     return torch.randint(vocab_size, (2, 80), generator=torch.Generator().manual_seed(seed))
 
 
 def _compared(theirs: Any, tokens: torch.Tensor, logits: torch.Tensor, folder: Path) -> tuple[str, str]:
-    """The outcome of an import and an export of ``theirs``, and what there is to say of it."""
+    """Import and export ``theirs``. Return the outcome and its detail."""
     theirs.save_pretrained(folder / "published")
     try:
         import_hf(folder / "published", folder / "run")
@@ -202,7 +204,7 @@ def _compared(theirs: Any, tokens: torch.Tensor, logits: torch.Tensor, folder: P
         return "wrong", f"exported: transformers cannot compute it: {type(error).__name__}: {error}"
     published, exported = theirs.state_dict(), again.state_dict()
     changed = [name for name, value in published.items() if not torch.equal(value, exported[name])]
-    # Rotated rows are always written as neighbors, whichever way they were published: the same model in another order.
+    # Rotated rows are always written as neighbors, also if they were published otherwise: the same model in another order.
     reordered = getattr(theirs.config, "rope_interleave", None) is False
     if not there < TOLERANCE or (changed and not reordered):
         return "wrong", f"exported: logits differ by {there:.1e}, other bits in {', '.join(changed)[:200]}"
@@ -213,7 +215,7 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def _as_table(findings: list[Finding], *, all_told: bool) -> str:
+def _as_table(findings: list[Finding], *, with_all_cases: bool) -> str:
     families = sorted({_family(finding) for finding in findings})
     counts = {family: Counter(it.outcome for it in findings if _family(it) == family) for family in families}
     counts["together"] = Counter(it.outcome for it in findings)
@@ -222,12 +224,12 @@ def _as_table(findings: list[Finding], *, all_told: bool) -> str:
         for family, total in counts.items()
     ]
     head = ["| family | cases | " + " | ".join(OUTCOMES) + " |", "|---" * (len(OUTCOMES) + 2) + "|"]
-    told = [
-        f"\ncase {it.number}, {it.config}: {it.outcome}\n  {it.changes}\n  {it.said}"
+    details = [
+        f"\ncase {it.number}, {it.config}: {it.outcome}\n  {it.changes}\n  {it.detail}"
         for it in findings
-        if all_told or it.outcome in ("wrong", "broken")
+        if with_all_cases or it.outcome in ("wrong", "broken")
     ]
-    return "\n".join([*head, *rows, *told])
+    return "\n".join([*head, *rows, *details])
 
 
 def _family(finding: Finding) -> str:

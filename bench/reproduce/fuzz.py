@@ -1,7 +1,7 @@
 """Damaged files and odd words against every command that reads them: none may end in a traceback, hang, or overlook damage.
 
-Each case is a command in a fork of this process, which has imported everything, so that a case costs its own work alone. It ends well,
-or with a message and an exit code other than 0; all else is a finding, printed with the case's number. A case is drawn from the seed, its
+Each case is a command in a fork of this process, which has imported everything, so that a case costs its own work alone. It must end with exit code 0,
+or with a message and another exit code; all else is a finding, printed with the case's number. A case is drawn from the seed, its
 subject and its number, so ``--case`` repeats it; cases are in ``bench.reproduce.fuzz_cases``.
 
     python -m bench.reproduce.fuzz --cases 250                          # of each of eight subjects; a few minutes
@@ -42,7 +42,7 @@ OUTCOMES = ("done", "refused", "traceback", "hang", "unnoticed")
 
 @dataclass(frozen=True)
 class Finding:
-    """A case that did not end as it should, or that was asked for by its number."""
+    """A case that did not end as it should, or whose number was requested."""
 
     subject: str
     number: int
@@ -52,7 +52,7 @@ class Finding:
 
 
 def main() -> None:
-    """Runs the cases and prints the table of their outcomes; exit code 1 if there is a finding."""
+    """Run the cases and print the table of their outcomes; exit code 1 if there is a finding."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -63,22 +63,22 @@ def main() -> None:
     )
     parser.add_argument("--case", type=int, help="only the case with this number, with its output")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    given = parser.parse_args()
+    options = parser.parse_args()
     _import_all()
     with tempfile.TemporaryDirectory(prefix="phalanx-fuzz-") as folder:
         good = make_good(Path(folder))
-        numbers = range(given.cases) if given.case is None else range(given.case, given.case + 1)
+        numbers = range(options.cases) if options.case is None else range(options.case, options.case + 1)
         counts: dict[str, Counter[str]] = {}
         findings = []
-        for subject in given.subject or SUBJECTS:
+        for subject in options.subject or SUBJECTS:
             counts[subject] = Counter()
             for number in numbers:
-                result = _judge(subject, number, given.seed, good, Path(folder) / "work")
+                result = _judge(subject, number, options.seed, good, Path(folder) / "work")
                 counts[subject][result.outcome] += 1
-                if result.outcome not in ("done", "refused") or given.case is not None:
+                if result.outcome not in ("done", "refused") or options.case is not None:
                     findings.append(result)
             print(f"{subject}: {dict(counts[subject])}", file=sys.stderr, flush=True)
-    print(_as_json(counts, findings) if given.json else _as_table(counts, findings))
+    print(_as_json(counts, findings) if options.json else _as_table(counts, findings))
     sys.exit(any(finding.outcome not in ("done", "refused") for finding in findings))
 
 
@@ -101,7 +101,7 @@ def _judge(subject: str, number: int, seed: int, good: Good, work: Path) -> Find
 
 
 def _in_fork(case: Case, log: Path) -> int | None:
-    """Runs a case's command as the command line does; its exit code, or None if it took too long."""
+    """Run a case's command as the command line does. Return its exit code, or None if it took too long."""
     child, began_s = os.fork(), time.monotonic()
     if not child:
         os.setsid()
@@ -125,7 +125,7 @@ def _in_fork(case: Case, log: Path) -> int | None:
 
 
 def _run(case: Case) -> int:
-    """The exit code of ``phalanx`` with these words, ``_TRACEBACK`` where Python would print an exception."""
+    """Return the exit code of ``phalanx`` with these words, ``_TRACEBACK`` if Python would print an exception."""
     code = _TRACEBACK
     try:
         code = exit_code(case.command)
@@ -162,20 +162,20 @@ def _as_table(counts: dict[str, Counter[str]], findings: list[Finding]) -> str:
         f"| together | {together.total()} | " + " | ".join(str(together[kind]) for kind in OUTCOMES) + " |"
     )
     head = ["| what is damaged | cases | " + " | ".join(OUTCOMES) + " |", "|---" * (len(OUTCOMES) + 2) + "|"]
-    told = [
+    details = [
         f"\n{finding.subject}, case {finding.number}: {finding.outcome}\n  phalanx {' '.join(finding.case.command)[:300]}\n"
         f"  {finding.case.damage}\n  {finding.output.strip()[-1500:]}"
         for finding in findings
     ]  # fmt: skip
-    return "\n".join([*head, *rows, *told])
+    return "\n".join([*head, *rows, *details])
 
 
 def _as_json(counts: dict[str, Counter[str]], findings: list[Finding]) -> str:
-    found = [
+    rows = [
         {"subject": it.subject, "case": it.number, "outcome": it.outcome, "command": it.case.command, "damage": it.case.damage}
         for it in findings
     ]  # fmt: skip
-    return json.dumps({"counts": counts, "findings": found}, indent=2)
+    return json.dumps({"counts": counts, "findings": rows}, indent=2)
 
 
 if __name__ == "__main__":

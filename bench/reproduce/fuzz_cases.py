@@ -1,7 +1,7 @@
 """The cases of ``bench.reproduce.fuzz``: good files of every kind that Phalanx reads, and random damage to them.
 
-A subject makes one case from a random generator: it copies what is good into an empty folder, damages it, and says which command is to
-read it, and whether the damage must be noticed. Nothing here knows how Phalanx reads.
+A subject makes one case from a random generator: it copies good files into an empty folder and damages them. The case has the command that
+reads them, and ``must_notice`` if the command must detect the damage. The damage does not depend on how Phalanx reads.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Good:
 
 
 def make_good(folder: Path) -> Good:
-    """Makes one of each with Phalanx's own commands."""
+    """Make one of each with Phalanx's own commands."""
     texts = folder / "texts"
     texts.mkdir()
     for number in range(40):
@@ -103,7 +103,7 @@ Subject = Callable[[random.Random, Good, Path], Case]
 
 
 def run_file_values(draw: random.Random, _good: Good, work: Path) -> Case:
-    """One to three fields of a run file have another value, another type, or a name that nobody knows."""
+    """One to three fields of a run file have another value, another type, or an unknown name."""
     table = tomllib.loads((draw.choice(sorted((ROOT / "configs").glob("*.toml")))).read_text())
     words = []
     for _ in range(draw.randint(1, 3)):
@@ -135,7 +135,7 @@ def run_file_bytes(draw: random.Random, _good: Good, work: Path) -> Case:
 
 
 def checkpoint_files(draw: random.Random, good: Good, work: Path) -> Case:
-    """One file of a checkpoint is damaged, and whoever reads its weights must notice."""
+    """One file of a checkpoint is damaged, and each reader of its weights must notice."""
     shutil.copytree(good.run, work / "run")
     step = work / "run" / "checkpoints" / "step-00000004"
     damage = _damage_a_file(draw, sorted(path for path in step.rglob("*") if path.is_file()))
@@ -144,7 +144,7 @@ def checkpoint_files(draw: random.Random, good: Good, work: Path) -> Case:
     harmless = "bytes more" in damage and reader != (
         "checkpoint",
         "verify",
-    )  # what lies behind the tensors is not read
+    )  # bytes behind the tensors are not read
     return Case((*reader, str(step), *output), damage, must_notice=not harmless)
 
 
@@ -154,7 +154,7 @@ def prepared_data(draw: random.Random, good: Good, work: Path) -> Case:
     files = sorted(path for path in (work / "data").rglob("*") if path.is_file())
     damage = _damage_a_file(draw, files)
     file = damage.split(":")[0]
-    # Block sums that are gone are said, and no damage: older datasets have none.
+    # Missing block sums are reported, but are no damage: older datasets have none.
     shard = file.endswith(".bin") or (file.endswith(".sums") and "gone" not in damage)
     return Case(("data", "verify", str(work / "data")), damage, must_notice=shard)
 
@@ -240,7 +240,7 @@ LONG_COMMANDS = ("train", "agent", "health", "calibrate", "serve", "watch", "sim
 
 
 def plans(draw: random.Random, _good: Good, _work: Path) -> Case:
-    """A valid question to the planner has one or two odd options."""
+    """A valid call of the planner has one or two odd options."""
     command = ["plan", "layout", draw.choice(("configs/quickstart.toml", "configs/quickstart-moe.toml"))]
     command += [
         "--cluster",
@@ -270,7 +270,7 @@ SUBJECTS: dict[str, Subject] = {
 
 
 def _without_writing(words: list[str], good: Good, work: Path) -> list[str]:
-    """The words with outputs below ``work``: a case must damage no other's files."""
+    """Return the words with outputs below ``work``: a case must damage no other's files."""
     outputs = {"--out", "--report", "--output", "-o", "--write"}
     for index, word in enumerate(words[:-1]):
         if word in outputs:
@@ -284,7 +284,7 @@ def _without_writing(words: list[str], good: Good, work: Path) -> list[str]:
 
 
 def _damage_a_file(draw: random.Random, files: list[Path]) -> str:
-    """Damages one of ``files`` and says how; the bytes are never the same afterwards."""
+    """Damage one of ``files``, so that its bytes differ. Return a description."""
     file = draw.choice(files)
     if draw.random() < 0.1:
         file.unlink()
@@ -298,7 +298,7 @@ def _damage_a_file(draw: random.Random, files: list[Path]) -> str:
 
 
 def _damaged(draw: random.Random, body: bytes) -> tuple[bytes, str]:
-    """Other bytes than ``body``, mostly, and what was done."""
+    """Return damaged bytes, which seldom equal ``body``, and a description of the damage."""
     kind, place = (
         draw.choice(("flip", "flip", "cut", "grow", "empty", "insert", "swap")),
         draw.randrange(len(body) or 1),

@@ -1,4 +1,4 @@
-"""Do the first steps of a run have one hash, whatever the processor's instructions, threads and ranks, and on 64-bit Arm?
+"""Hash of a run's first steps under all of the processor's instruction sets, threads and ranks, and on 64-bit Arm: is it one?
 
 Each row is a kind of run: dense, a mixture, lanes, packed data, bf16, each optimizer, operands of 8 bits. It is trained with portable numerics on several machines: this one under each
 instruction set, with 1 to 8 threads, and with 2 and 3 ranks. With Debian's ``qemu-user-static``, also on an emulated Haswell, which has AVX2 and no AVX-512.
@@ -67,16 +67,16 @@ class Machine:
 def machines(root: Path | None) -> dict[str, Machine]:
     """Return the machines by name, this one without limits first."""
     here = (sys.executable,)
-    found = {"1 thread": Machine((here,))}
-    found |= {name: Machine((here,), 1, LIMITS[name]) for name in instruction_sets() if LIMITS[name]}
-    found |= {f"{threads} threads": Machine((here,), threads) for threads in (2, 3, 4, 8)}
-    found |= {f"{ranks} ranks": Machine((here,) * ranks) for ranks in (2, 3)}
+    by_name = {"1 thread": Machine((here,))}
+    by_name |= {name: Machine((here,), 1, LIMITS[name]) for name in instruction_sets() if LIMITS[name]}
+    by_name |= {f"{threads} threads": Machine((here,), threads) for threads in (2, 3, 4, 8)}
+    by_name |= {f"{ranks} ranks": Machine((here,) * ranks) for ranks in (2, 3)}
     if haswell := emulated_haswell():
-        found["haswell"] = Machine(((*haswell, *here),))
+        by_name["haswell"] = Machine(((*haswell, *here),))
     if root is not None:
         arm = (str((root / "python").absolute()),)
-        found |= {"arm": Machine((arm,)), "rank 1 on arm": Machine((here, arm))}
-    return found
+        by_name |= {"arm": Machine((arm,)), "rank 1 on arm": Machine((here, arm))}
+    return by_name
 
 
 def weights(kind: str, values: Sequence[str], machine: Machine, folder: Path) -> str:
@@ -112,7 +112,7 @@ def weights(kind: str, values: Sequence[str], machine: Machine, folder: Path) ->
 
 
 def packed_dataset(folder: Path) -> Path:
-    """Prepare whole documents packed into sequences of 32 tokens, and return the dataset."""
+    """Prepare full documents packed into sequences of 32 tokens, and return the dataset."""
     documents = CORPORA["python-stdlib"]()[:40]
     prepare(documents, folder, tokenizer="bytes", held_out_fraction=0.1, packed_seq_len=32)
     return folder

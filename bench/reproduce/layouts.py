@@ -1,14 +1,14 @@
 """The tables of ``docs/evidence/parallelism.md``: a dense model and a mixture of experts on every legal layout of up to 8 ranks.
 
 For each layout, two steps of a tiny model in fp32 over real process groups: the largest error of the loss and of all
-gradients against one process, relative to the largest element of each, and the hash of the weights. Layouts that differ in
-nothing but what the fleet decides (copies, shards, stages, schedule) must have one hash.
+gradients against one process, relative to the largest element of each, and the hash of the weights. Layouts that differ
+only in choices of the fleet (copies, shards, stages, schedule) must have one hash.
 
     python -m bench.reproduce.layouts                                  # prints the tables
     python -m bench.reproduce.layouts --write docs/evidence/parallelism.md      # and puts them into the document
     python -m bench.reproduce.layouts --ranks 1 2 4 --model dense
 
-With 8 ranks on few cores this takes a while; what has been computed is kept in ``--kept``, and computed again only when
+With 8 ranks on few cores this takes a while. Computed rows are kept in ``--kept``, and computed again only if
 that file is removed.
 """
 
@@ -54,7 +54,7 @@ class Row:
 
 
 def cases(ranks: int, model: str) -> Iterator[ParallelSpec]:
-    """Every legal layout, and on few ranks every schedule and both ways of attending over a divided sequence."""
+    """Yield every legal layout, and on few ranks every schedule and both ways of attending over a divided sequence."""
     for parallel, layout in legal_layouts(MODELS[model], ranks):
         yield parallel
         if layout.ranks == layout.pipeline:
@@ -67,8 +67,8 @@ def cases(ranks: int, model: str) -> Iterator[ParallelSpec]:
 
 
 def measure(pool: Ranks, model: str, ranks: int, parallel: ParallelSpec, reference: Whole) -> Row:
-    """One layout's row."""
-    found = merged(pool.run(ranks, steps_on_this_rank, tiny(MODELS[model], parallel)))
+    """Measure the row of one layout."""
+    outcome = merged(pool.run(ranks, steps_on_this_rank, tiny(MODELS[model], parallel)))
     return Row(
         model=model,
         ranks=ranks,
@@ -76,14 +76,14 @@ def measure(pool: Ranks, model: str, ranks: int, parallel: ParallelSpec, referen
         sharding=parallel.sharding,
         schedule=parallel.pipeline_schedule if parallel.pipeline > 1 else "",
         mode=parallel.context_mode if parallel.context > 1 else "",
-        error=worst_error(found, reference),
-        sha256=found.weights_sha256,
+        error=worst_error(outcome, reference),
+        sha256=outcome.weights_sha256,
     )
 
 
 def measure_all(models: list[str], counts: list[int], kept: Path) -> list[Row]:
-    """All rows; those that a former run has kept are not computed again."""
-    known = (
+    """Return all rows; rows kept by a former run are not computed again."""
+    kept_rows = (
         {line["key"]: line for line in map(json.loads, kept.read_text().splitlines())}
         if kept.exists()
         else {}
@@ -94,8 +94,8 @@ def measure_all(models: list[str], counts: list[int], kept: Path) -> list[Row]:
         for ranks in counts:
             for parallel in cases(ranks, model):
                 key = f"{model} {ranks} {parallel}"
-                if key in known:
-                    line = known[key]["row"]
+                if key in kept_rows:
+                    line = kept_rows[key]["row"]
                     rows.append(Row(**{**line, "layout": Layout(**line["layout"])}))
                     continue
                 row = measure(pool, model, ranks, parallel, reference)
@@ -108,7 +108,7 @@ def measure_all(models: list[str], counts: list[int], kept: Path) -> list[Row]:
 
 
 def summary(rows: list[Row]) -> str:
-    """One line for each division of the sums: how many layouts, their worst error, their one hash."""
+    """Return a table with a line for each division of the sums: number of layouts, their worst error, their hash."""
     by_division: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
         by_division[row.division].append(row)
@@ -124,31 +124,31 @@ def summary(rows: list[Row]) -> str:
             f"{max(row.error for row in same):.1e} | {len(hashes)} | `{min(hashes)[:12]}` |"
         )
     worst = max(row.error for row in rows)
-    one = all(len({row.sha256 for row in same}) == 1 for same in by_division.values())
-    verdict = "one hash in every line" if one else "NOT one hash in every line"
+    is_reproduced = all(len({row.sha256 for row in same}) == 1 for same in by_division.values())
+    verdict = "one hash in every line" if is_reproduced else "NOT one hash in every line"
     lines.append("")
     lines.append(f"{len(rows)} layouts, worst error {worst:.1e} (goal {GOAL:.0e}), {verdict}.")
     return "\n".join(lines)
 
 
 def details(rows: list[Row]) -> str:
-    """Every layout."""
+    """Return a table of every layout."""
     lines = [
         "| model | ranks | pipeline | replicate | shard | context | tensor | expert | expert tensor | sharding | error |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        one = row.layout
+        layout = row.layout
         lines.append(
-            f"| {row.model} | {row.ranks} | {one.pipeline} {row.schedule} | {one.replicate} | {one.shard} | "
-            f"{one.context} {row.mode} | {one.tensor} | {one.expert} | {one.expert_tensor} | {row.sharding} | "
+            f"| {row.model} | {row.ranks} | {layout.pipeline} {row.schedule} | {layout.replicate} | {layout.shard} | "
+            f"{layout.context} {row.mode} | {layout.tensor} | {layout.expert} | {layout.expert_tensor} | {row.sharding} | "
             f"{row.error:.1e} |"
         )
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Prints or writes the tables; 1 if an error is above the goal or hashes differ."""
+    """Print or write the tables. Return 1 if an error is above the goal or hashes differ."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -5,10 +5,10 @@ must have the bits of one rank.
 
     python -m bench.reproduce.one_hash                                 # prints the table
     python -m bench.reproduce.one_hash --write docs/evidence/parallelism.md     # and puts it into the document
-    python -m bench.reproduce.one_hash --minutes 20                    # begins no layout after that, and says what is missing
+    python -m bench.reproduce.one_hash --minutes 20                    # begins no layout after that, and prints the numbers of missing ones
     python -m bench.reproduce.one_hash --model "predictions ahead"     # computes no others; may be given several times
 
-Few ranks come first, then by chance. What has been computed is kept in ``--kept``, and computed again only when that file is removed.
+Layouts on few ranks come first, in random order. Computed bits are kept in ``--kept``, and computed again only if that file is removed.
 """
 
 from __future__ import annotations
@@ -55,61 +55,61 @@ Case = tuple[str, Compute, int, ParallelSpec]
 
 
 def spec_of(model: ModelSpec, parallel: ParallelSpec, compute: Compute = "fp32") -> RunSpec:
-    """Four slots of two micro-batches; whatever the number of expert ranks, slots are added apart."""
+    """Return a run of four slots of two micro-batches; slots are added apart for any number of expert ranks."""
     spec = tiny(model, parallel)
     train = dataclasses.replace(spec.train, batch_size=8, expert_sums="slot")
     return dataclasses.replace(spec, train=train, precision=PrecisionSpec(compute=compute))
 
 
 def cases() -> Iterator[Case]:
-    """Every legal layout in both formats; a pipeline without other axes with every schedule."""
+    """Yield every legal layout in both formats; a pipeline without other axes with every schedule."""
     for ranks in RANKS:
         for name, model in MODELS.items():
             for parallel, layout in legal_layouts(model, ranks, made=spec_of):
                 others = ("gpipe", "interleaved", "zbv", "dualpipev") if ranks == layout.pipeline > 1 else ()
                 for schedule in ("1f1b", *others):
-                    one = dataclasses.replace(parallel, pipeline_schedule=schedule)  # type: ignore[arg-type]
-                    if not layout_problems(spec_of(model, one), ranks):
-                        yield from ((name, compute, ranks, one) for compute in FORMATS)
+                    scheduled = dataclasses.replace(parallel, pipeline_schedule=schedule)  # type: ignore[arg-type]
+                    if not layout_problems(spec_of(model, scheduled), ranks):
+                        yield from ((name, compute, ranks, scheduled) for compute in FORMATS)
 
 
 def several(specs: Sequence[RunSpec]) -> list[Outcome]:
-    """A step of each of several runs, one after the other, as one rank of the process group."""
+    """Compute a step of each of several runs, one after the other, as one rank of the process group."""
     return [steps_on_this_rank(spec, 1, piece_bytes=1 << 20) for spec in specs]
 
 
 def bits(pool: Ranks, cases: Sequence[Case]) -> list[str]:
-    """The hash of the weights of each of ``cases``, all on as many ranks, with the loss and the gradient norm."""
+    """Return the hash of the weights of each of ``cases``, all on as many ranks, with the loss and the gradient norm."""
     specs = [spec_of(MODELS[name], parallel, compute) for name, compute, _, parallel in cases]
     by_rank = pool.run(cases[0][2], several, specs)
-    wholes = [merged(list(outcomes)) for outcomes in zip(*by_rank, strict=True)]
-    return [f"{found.weights_sha256} {found.losses[0].hex()} {found.norms[0].hex()}" for found in wholes]
+    runs = [merged(list(outcomes)) for outcomes in zip(*by_rank, strict=True)]
+    return [f"{run.weights_sha256} {run.losses[0].hex()} {run.norms[0].hex()}" for run in runs]
 
 
-def computed(found: dict[str, str], kept: Path, until_s: float, models: Collection[str]) -> dict[str, str]:
-    """The bits of every case of ``models`` by its name, and those that are ``found`` already; begins none after ``until_s``."""
+def computed(bits_of: dict[str, str], kept: Path, until_s: float, models: Collection[str]) -> dict[str, str]:
+    """Compute the bits of every case of ``models`` that ``bits_of`` lacks, and add them; begin no case after ``until_s``."""
     pool = Ranks(timeout_s=3600.0)
     try:
-        # Few ranks first, and among equals by chance: what a limited time allows is a sample of all.
+        # Few ranks first, then random order: a limited time gives a sample of all.
         order = random.Random(1).sample(every := list(cases()), len(every))
-        left = [case for case in order if case[0] in models and str(case) not in found]
+        left = [case for case in order if case[0] in models and str(case) not in bits_of]
         for ranks in RANKS:
             here = [case for case in left if case[2] == ranks]
             for first in range(0, len(here), TOGETHER):
                 batch = here[first : first + TOGETHER]
                 if time.monotonic() > until_s:
-                    return found
-                for case, one in zip(batch, bits(pool, batch), strict=True):
-                    found[str(case)] = one
+                    return bits_of
+                for case, text in zip(batch, bits(pool, batch), strict=True):
+                    bits_of[str(case)] = text
                     with kept.open("a") as file:
-                        file.write(json.dumps({"case": str(case), "bits": one}) + "\n")
+                        file.write(json.dumps({"case": str(case), "bits": text}) + "\n")
     finally:
         pool.close()
-    return found
+    return bits_of
 
 
-def table(found: dict[str, str]) -> tuple[str, bool]:
-    """A line for each model and format, and True if each has one hash."""
+def table(bits_of: dict[str, str]) -> tuple[str, bool]:
+    """Return a table with a line for each model and format, and True if each has one hash."""
     lines = [
         "| model | lanes, tiles | format | layouts run of those legal on 1, 2, 4, 8 ranks | hashes | weights |",
         "|---|---|---|---|---|---|",
@@ -118,23 +118,23 @@ def table(found: dict[str, str]) -> tuple[str, bool]:
     for name, model in MODELS.items():
         for compute in FORMATS:
             own = [case for case in every if case[:2] == (name, compute)]
-            hashes = {found[str(case)] for case in own if str(case) in found}
+            hashes = {bits_of[str(case)] for case in own if str(case) in bits_of}
             counts = []
             for ranks in RANKS:
                 legal = [case for case in own if case[2] == ranks]
-                counts.append(f"{sum(str(case) in found for case in legal)} of {len(legal)}")
+                counts.append(f"{sum(str(case) in bits_of for case in legal)} of {len(legal)}")
             good &= len(hashes) <= 1
             lines.append(
                 f"| {name} | {model.lanes}, {model.context_tiles or 'none'} | {compute} | {', '.join(counts)} | {len(hashes)} | "
                 f"`{min(hashes, default='')[:12]}` |"
             )
-    run = sum(str(case) in found for case in every)
+    run = sum(str(case) in bits_of for case in every)
     lines += ["", f"{run} of {len(every)} layouts run, {'' if good else 'NOT '}one hash in every line."]
     return "\n".join(lines), good
 
 
 def main() -> int:
-    """Prints or writes the table; 1 if a model has two hashes."""
+    """Print or write the table. Return 1 if a model has two hashes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -146,9 +146,9 @@ def main() -> int:
     kept: Path = arguments.kept
     kept.parent.mkdir(parents=True, exist_ok=True)
     lines = kept.read_text().splitlines() if kept.exists() else []
-    known = {line["case"]: line["bits"] for line in map(json.loads, lines)}
+    bits_of = {line["case"]: line["bits"] for line in map(json.loads, lines)}
     until_s = time.monotonic() + 60 * arguments.minutes
-    text, good = table(computed(known, kept, until_s, arguments.model or tuple(MODELS)))
+    text, good = table(computed(bits_of, kept, until_s, arguments.model or tuple(MODELS)))
     print(text)
     if arguments.write:
         document = arguments.write.read_text()

@@ -1,11 +1,11 @@
-"""What does portable numerics cost on this machine, and are its bits those of other processors?
+"""Cost of portable numerics on this machine, and a comparison of its bits with those of other processors.
 
 Two processes on this machine, one with PyTorch's own kernels, one with the portable ones, compute the same forward and backward passes in turn; the median of
 the paired ratios of processor time is printed, above 1 where portable is faster. Likewise for single products, by a transposed weight as layers
 multiply, and for single functions.
 
 ``--processor`` runs the computations of ``phalanx.hardware.portable.operations`` and two training steps' worth of gradients on another processor, by
-qemu's emulation (Debian's ``qemu-user`` or ``qemu-user-static``): its digests have to be those of this machine. qemu 7.2 emulates no AVX-512.
+qemu's emulation (Debian's ``qemu-user`` or ``qemu-user-static``): its digests must equal those of this machine. qemu 7.2 emulates no AVX-512.
 
     python -m bench.reproduce.portable
     python -m bench.reproduce.portable --model llama-100m --rounds 5
@@ -65,7 +65,7 @@ VOCABULARY = 4096
 
 
 def work_of(model: str, tokens: int) -> dict[str, Callable[[], object]]:
-    """What the two processes compute in turn, by name."""
+    """Return the computations that the two processes do in turn, by name."""
     work: dict[str, Callable[[], object]] = {
         f"{model}, {tokens} tokens, forward and backward": gradients_of(model, tokens)
     }
@@ -86,13 +86,13 @@ def work_of(model: str, tokens: int) -> dict[str, Callable[[], object]]:
 
 
 def gradients_of(model: str, tokens: int) -> Callable[[], str]:
-    """A forward and backward pass of a preset; it returns the digest of its gradients."""
+    """Return a function for a forward and backward pass of a preset; it returns the digest of its gradients."""
     spec = resolve(replace(PRESETS[model], vocab_size=VOCABULARY))
     network = Transformer(spec, tokens)
     generator = torch.Generator().manual_seed(0)
     for parameter in network.parameters():
-        whole = torch.randint(-512, 512, parameter.shape, generator=generator)
-        parameter.data.copy_(whole / 2**15 if parameter.dim() > 1 else torch.ones_like(parameter))
+        integers = torch.randint(-512, 512, parameter.shape, generator=generator)
+        parameter.data.copy_(integers / 2**15 if parameter.dim() > 1 else torch.ones_like(parameter))
     text = torch.randint(0, VOCABULARY, (1, tokens + 1), generator=generator)
 
     def compute() -> str:
@@ -111,7 +111,7 @@ def gradients_of(model: str, tokens: int) -> Callable[[], str]:
 
 
 def serve(model: str, tokens: int) -> None:
-    """The other process: computes what a line of its input names, and prints the seconds of processor time."""
+    """Run the other process: do the computation that each input line names, and print its seconds of processor time."""
     work = work_of(model, tokens)
     for line in sys.stdin:
         compute = work[line.strip()]
@@ -149,24 +149,24 @@ class Computer:
 
 
 def compare(model: str, tokens: int, rounds: int, threads: int) -> dict[str, float]:
-    """The median of paired ratios, native over portable, by what was computed."""
+    """Return the median of paired ratios, native over portable, for each computation."""
     native, portable = (Computer(numerics, model, tokens, threads) for numerics in ("native", "portable"))
-    found = {}
+    ratios = {}
     for name in work_of(model, tokens):
         pairs = [(native.seconds(name), portable.seconds(name)) for _ in range(rounds + 1)][1:]
-        found[name] = statistics.median(one / other for one, other in pairs)
+        ratios[name] = statistics.median(native_s / portable_s for native_s, portable_s in pairs)
     native.end()
     portable.end()
-    return found
+    return ratios
 
 
 def digests(model: str, tokens: int) -> dict[str, str]:
-    """The digests of this process, which has portable numerics."""
+    """Return the digests of this process, which has portable numerics."""
     return {**operations.digests(), f"gradients of {model}, {tokens} tokens": gradients_of(model, tokens)()}
 
 
 def digests_of(processor: str, model: str, tokens: int) -> dict[str, str]:
-    """The same for ``processor`` of qemu, or for this machine's if it is empty."""
+    """Return the digests for ``processor`` of qemu, or for this machine's if it is empty."""
     command = [
         str(Path(sys.executable).resolve()),
         "-m",
@@ -216,18 +216,18 @@ def main() -> None:
         for name, digest in here.items():
             print(f"{name:40} {digest} {'equal' if there[name] == digest else there[name] + '  DIFFERS'}")
     elif args.digests:
-        found = digests(args.model, args.tokens)
+        digest_of = digests(args.model, args.tokens)
         print(
-            json.dumps(found)
+            json.dumps(digest_of)
             if args.json
-            else "\n".join(f"{name:40} {digest}" for name, digest in found.items())
+            else "\n".join(f"{name:40} {digest}" for name, digest in digest_of.items())
         )
     else:
-        found_ratios = compare(args.model, args.tokens, args.rounds, args.threads)
+        ratios = compare(args.model, args.tokens, args.rounds, args.threads)
         print(
-            json.dumps(found_ratios)
+            json.dumps(ratios)
             if args.json
-            else "\n".join(f"{ratio:5.2f}  {name}" for name, ratio in found_ratios.items())
+            else "\n".join(f"{ratio:5.2f}  {name}" for name, ratio in ratios.items())
         )
 
 
