@@ -2,9 +2,9 @@
 
 All in one run on two CPU cores, a thread per rank, medians of rounds in which the contenders take turns:
 
-- *efficiency*: the time of one rank, over twice the time of two ranks that share the same step. 1 would be free; what is
-  missing is communication, waiting and work done twice.
-- *bubble*: of the pipeline, the share of the step that a rank stands idle, beside the closed form of its schedule.
+- *efficiency*: the time of one rank, over twice the time of two ranks that share the same step. 1 would be free; the
+  difference is communication, waiting and work done twice.
+- *bubble*: of the pipeline, the share of the step in which a rank is idle, beside the closed form of its schedule.
 - *over PyTorch*: the same model in a bare loop with PyTorch's own parts for the axis: ``fully_shard`` for shard, the styles
   of ``torch.distributed.tensor.parallel`` for tensor. (torchtitan, which is built of these parts, has no CPU path.)
 
@@ -73,7 +73,7 @@ MIXTURE = {
 
 
 def spec_for(arguments: argparse.Namespace, parallel: ParallelSpec, *, mixture: bool) -> RunSpec:
-    """The run of one contender: two slots of four micro-batches."""
+    """Return the run of one contender: two slots of four micro-batches."""
     dim = arguments.dim
     moe = MoeSpec(experts=8, per_token=2, ffn_dim=dim, aux_loss=0.01) if mixture else None
     model = ModelSpec(layers=arguments.layers, dim=dim, heads=dim // 64, vocab_size=8192, moe=moe)
@@ -89,13 +89,13 @@ def spec_for(arguments: argparse.Namespace, parallel: ParallelSpec, *, mixture: 
 
 
 def samples_of(spec: RunSpec) -> NDArray[np.int64]:
-    """Token ids of a batch: speed does not depend on what they say."""
+    """Return token ids of a batch: speed does not depend on their values."""
     shape = (spec.train.batch_size, spec.train.seq_len + 1)
     return np.random.default_rng(0).integers(0, spec.model.vocab_size, shape)
 
 
 def our_step(spec: RunSpec, ranks: int) -> tuple[Step, Ledger]:
-    """One step on the ranks of the process group, and the ledger that it fills."""
+    """Return a step on the ranks of the process group, and the ledger that it fills."""
     mesh = build_mesh(spec, ranks, CPU)
     built, ledger = build_model(spec, mesh), Ledger(time.monotonic_ns(), Bucket.STEP_HOST_GAP)
     fill_initial(built.model.parts, built.placement, spec)
@@ -115,7 +115,7 @@ def our_step(spec: RunSpec, ranks: int) -> tuple[Step, Ledger]:
 
 
 def bare_model(spec: RunSpec) -> Transformer:
-    """The same module as a plain one, filled."""
+    """Return the same model as a plain module, with its weights."""
     module = Transformer(spec.model)
     kinds = {parameter.name: parameter for parameter in parameters(spec.model)}
     for name, weights in module.named_parameters():
@@ -124,7 +124,7 @@ def bare_model(spec: RunSpec) -> Transformer:
 
 
 def bare_step(module: nn.Module, samples: torch.Tensor, count: int) -> Step:
-    """A step of ``count`` micro-batches as one writes it without a framework."""
+    """Return a step of ``count`` micro-batches as written without a framework."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -139,7 +139,7 @@ def bare_step(module: nn.Module, samples: torch.Tensor, count: int) -> Step:
 
 
 def pytorch_shard(spec: RunSpec) -> Step:
-    """``fully_shard``; each rank has half of the batch, and shares gradients out after every micro-batch."""
+    """Return a step with ``fully_shard``; each rank has half of the batch, and shares gradients out after every micro-batch."""
     module = bare_model(spec)
     mesh = init_device_mesh("cpu", (2,))
     for block in module.blocks.values():
@@ -150,9 +150,9 @@ def pytorch_shard(spec: RunSpec) -> Step:
 
 
 def pytorch_tensor(spec: RunSpec) -> Step:
-    """``parallelize_module`` with PyTorch's tensor-parallel styles; norms and residuals whole on both ranks.
+    """Return a step with ``parallelize_module`` and PyTorch's tensor-parallel styles; norms and residuals are replicated on both ranks.
 
-    Embedding and head stay whole too, since PyTorch's styles would make the logits whole again for this loss.
+    Embedding and head are replicated too, since PyTorch's styles would gather the logits for this loss.
     """
     module = bare_model(spec)
     plan: dict[str, ParallelStyle] = {}
@@ -177,7 +177,7 @@ def pytorch_tensor(spec: RunSpec) -> Step:
 
 
 def seconds_of(step: Step) -> float:
-    """Wall time of one call, all ranks starting together."""
+    """Return the wall time of one call, with all ranks starting together."""
     dist.barrier()
     begin = time.perf_counter()
     step()
@@ -185,7 +185,7 @@ def seconds_of(step: Step) -> float:
 
 
 def rank_main(rank: int, ranks: int, point: str, arguments: argparse.Namespace, results: Any) -> None:
-    """Measures all contenders on ``ranks`` ranks, in turns; rank 0 hands in medians."""
+    """Measure all contenders on ``ranks`` ranks, in turns; rank 0 puts medians into ``results``."""
     torch.set_num_threads(1)
     join(RankEnvironment(rank, ranks, rank, point, "phalanx"), CPU, 60.0)
     contenders: dict[str, Step] = {}
@@ -206,37 +206,39 @@ def rank_main(rank: int, ranks: int, point: str, arguments: argparse.Namespace, 
             if number:  # the first warms up
                 times[name].append(seconds)
                 record({"contender": name, "seconds": seconds}, is_printed=False)
-    found = {f"{name} (s)": statistics.median(taken) for name, taken in times.items()}
+    medians = {f"{name} (s)": statistics.median(taken) for name, taken in times.items()}
     for name, ledger in ledgers.items():
         idle = ledger.seconds().get(Bucket.STEP_BUBBLE, 0.0) / (arguments.rounds + 1)
-        found[f"{name} idle (s)"] = idle
+        medians[f"{name} idle (s)"] = idle
     if rank == 0:
-        results.put(found)
+        results.put(medians)
     leave()
 
 
-def summary(one: dict[str, float], two: dict[str, float], arguments: argparse.Namespace) -> dict[str, float]:
-    """Efficiencies, bubbles and ratios to PyTorch."""
-    found = {}
+def summary(
+    single: dict[str, float], pair: dict[str, float], arguments: argparse.Namespace
+) -> dict[str, float]:
+    """Return efficiencies, bubbles and ratios to PyTorch."""
+    figures = {}
     for names, alone in ((DENSE, "one rank (s)"), (MIXTURE, "one rank, mixture (s)")):
         for name in names:
-            found[f"{name}: efficiency"] = one[alone] / (2 * two[f"{name} (s)"])
+            figures[f"{name}: efficiency"] = single[alone] / (2 * pair[f"{name} (s)"])
     for name, parallel in DENSE.items():
         if parallel.pipeline > 1:
             spec = spec_for(arguments, parallel, mixture=False)
             form = bubble(
                 parallel.pipeline_schedule, 2, micro_batches_per_slot(spec), stages_per_rank(parallel)
             )
-            idle = two[f"{name} idle (s)"]
-            found[f"{name}: idle over busy"] = idle / (two[f"{name} (s)"] - idle)
-            found[f"{name}: closed form"] = form
-    found["shard over PyTorch"] = two["PyTorch shard (s)"] / two["shard (ZeRO-3) (s)"]
-    found["tensor over PyTorch"] = two["PyTorch tensor (s)"] / two["tensor (s)"]
-    return found
+            idle = pair[f"{name} idle (s)"]
+            figures[f"{name}: idle over busy"] = idle / (pair[f"{name} (s)"] - idle)
+            figures[f"{name}: closed form"] = form
+    figures["shard over PyTorch"] = pair["PyTorch shard (s)"] / pair["shard (ZeRO-3) (s)"]
+    figures["tensor over PyTorch"] = pair["PyTorch tensor (s)"] / pair["tensor (s)"]
+    return figures
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -247,12 +249,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    one, two = on_ranks(rank_main, 1, arguments), on_ranks(rank_main, 2, arguments)
-    found = summary(one, two, arguments)
+    single, pair = on_ranks(rank_main, 1, arguments), on_ranks(rank_main, 2, arguments)
+    figures = summary(single, pair, arguments)
     if arguments.json:
-        print(json.dumps({"one rank": one, "two ranks": two, "summary": found}))
+        print(json.dumps({"one rank": single, "two ranks": pair, "summary": figures}))
         return
-    for name, value in found.items():
+    for name, value in figures.items():
         print(f"{name:44} {value:8.3f}")
 
 

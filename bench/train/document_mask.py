@@ -2,7 +2,7 @@
 
     python -m bench.train.document_mask                    # one sequence of 2,048 tokens, 12 heads, documents of about 340 tokens
     python -m bench.train.document_mask --seq-len 8192 --documents 20
-    python -m bench.train.document_mask --step             # a whole step of a small model, with the mask and without
+    python -m bench.train.document_mask --step             # a full step of a small model, with the mask and without
 
 Processor time of one thread, the least of paired rounds, over that of plain causal attention, which sees across documents. ``--step`` is forward, loss,
 backward and AdamW of a model of 6 layers of width 384 (12 heads) on one sequence: with the mask, counting its documents included, over without.
@@ -30,7 +30,7 @@ HEADS, WIDTH = 12, 64
 
 
 def documents_of(seq_len: int, count: int) -> Documents:
-    """``count`` documents of random lengths."""
+    """Return ``count`` documents of random lengths."""
     ends = torch.randperm(seq_len - 1, generator=torch.Generator().manual_seed(0))[: count - 1] + 1
     first = torch.zeros(1, seq_len, dtype=torch.int64)
     first[0, ends] = 1
@@ -38,7 +38,7 @@ def documents_of(seq_len: int, count: int) -> Documents:
 
 
 def with_mask(documents: Documents) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Attention with a dense mask, made anew at each call as in each layer."""
+    """Return attention with a dense mask, which each call makes again, as each layer would."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         seq_len, ids = query.shape[2], documents.ids
@@ -51,7 +51,7 @@ def with_mask(documents: Documents) -> Callable[[Tensor, Tensor, Tensor], Tensor
 
 
 def time_steps(seq_len: int, count: int, rounds: int) -> None:
-    """Prints the rate of whole steps with the mask over that without: least processor times, and the median of paired rounds."""
+    """Print the rate of full steps with the mask over that without: least processor times, and the median of paired rounds."""
     end, spec = 256, ModelSpec(vocab_size=4096, layers=6, dim=384, heads=12, kv_heads=12, ffn_dim=1024)
     model = Transformer(whole_model.resolve(spec))
     for parameter in model.parameters():
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--documents", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--step", action="store_true", help="time whole steps")
+    parser.add_argument("--step", action="store_true", help="time full steps")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

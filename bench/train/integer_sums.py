@@ -23,14 +23,14 @@ SPAN = 128
 
 
 def tree(gradients: Tensor) -> Tensor:
-    """The sum in fp32, in the order of a binary tree; the number of slots is a power of two."""
+    """Return the sum in fp32, in the order of a binary tree; the number of slots is a power of two."""
     while len(gradients) > 1:
         gradients = gradients[0::2] + gradients[1::2]
     return gradients[0]
 
 
 def one_word(gradients: Tensor) -> Tensor:
-    """The sum in one int32, whose unit follows from the largest element of a span in all slots."""
+    """Return the sum in one int32, whose unit follows from the largest element of a span in all slots."""
     count = len(gradients)
     spans = gradients.view(count, -1, SPAN).double()
     exponent = torch.frexp(spans.abs().amax((0, 2))).exponent
@@ -43,7 +43,7 @@ def one_word(gradients: Tensor) -> Tensor:
 
 
 def two_words(gradients: Tensor) -> Tensor:
-    """The sum in bins."""
+    """Return the sum in bins."""
     bins = Bins.empty(
         1, share_layout([(gradients.shape[1] // SPAN, SPAN)], 1), BinFormat(len(gradients)), gradients.device
     )
@@ -54,14 +54,14 @@ def two_words(gradients: Tensor) -> Tensor:
     return out[0]
 
 
-def errors(found: Tensor, exact: Tensor, small: Tensor) -> str:
-    """The relative error of everything, and of the elements that are small in their span."""
-    wrong = found.double() - exact
+def errors(summed: Tensor, exact: Tensor, small: Tensor) -> str:
+    """Return the relative error of all elements, and of the elements that are small in their span."""
+    wrong = summed.double() - exact
     return f"{wrong.norm() / exact.norm():.1e}, {wrong[small].norm() / exact[small].norm():.1e}"
 
 
 def main() -> None:
-    """Prints a line for each number of slots and spread of scales, and the time to add a slot."""
+    """Print a line for each number of slots and spread of scales, and the time to add a slot."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,7 +80,7 @@ def main() -> None:
             gradients = (scale.view(-1) * (torch.randn(slots, rows * SPAN) + 0.05)).bfloat16().float()
             exact = gradients.double().sum(0)
             sums = (add(gradients.clone()) for add in (tree, one_word, two_words))
-            print(f"{slots}, {spread} |", " | ".join(errors(found, exact, small) for found in sums))
+            print(f"{slots}, {spread} |", " | ".join(errors(summed, exact, small) for summed in sums))
     gradient = torch.randn(1, arguments.timed)
     bins = Bins.empty(1, share_layout([(arguments.timed >> 12, 1 << 12)], 1), BinFormat(8), gradient.device)
     total, other = gradient.clone(), gradient.clone()

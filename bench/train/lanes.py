@@ -27,7 +27,7 @@ from ranks import Ranks
 
 
 def spec_of(options: argparse.Namespace, lanes: int, tiles: int) -> RunSpec:
-    """Four slots of one sequence each."""
+    """Return a run of four slots of one sequence each."""
     model = ModelSpec(
         layers=options.layers,
         dim=options.dim,
@@ -49,9 +49,9 @@ def spec_of(options: argparse.Namespace, lanes: int, tiles: int) -> RunSpec:
 
 
 def timed(specs: list[RunSpec], steps: int, seconds: float) -> list[list[tuple[float, float]]]:
-    """The processor time and the wall time, s, of every step but the first of each run, in turn, on this rank.
+    """Return the processor time and the wall time, s, of every step but the first of each run, in turn, on this rank.
 
-    Up to ``steps`` of each, and after ``seconds`` no more.
+    Runs at most ``steps`` of each, and begins none after ``seconds``.
     """
     import torch
     import torch.distributed as dist
@@ -73,22 +73,22 @@ def timed(specs: list[RunSpec], steps: int, seconds: float) -> list[list[tuple[f
         steppers.append(Stepper(built, random_batches(spec, slots), Ledger(time.monotonic_ns())))
     times: list[list[tuple[float, float]]] = [[] for _ in specs]
     for number in range(1, steps + 1):
-        # All ranks stop together: when the first says so.
+        # All ranks stop together: the first rank decides.
         late = torch.tensor(number > 2 and time.monotonic() > ends)
         dist.broadcast(late, 0)
         if late:
             break
-        for stepper, found in zip(steppers, times, strict=True):
+        for stepper, own in zip(steppers, times, strict=True):
             before, began = resource.getrusage(resource.RUSAGE_SELF).ru_utime, time.monotonic()
             stepper.run(number)
             if number > 1:
                 used = resource.getrusage(resource.RUSAGE_SELF).ru_utime - before
-                found.append((used, time.monotonic() - began))
+                own.append((used, time.monotonic() - began))
     return times
 
 
 def main() -> None:
-    """Prints the processor time and the wall time of a step without and with lanes or tiles, and their ratios."""
+    """Print the processor time and the wall time of a step without and with lanes or tiles, and their ratios."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -58,21 +58,21 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 440, 58, 640, 56, 388
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of state on this rank."""
-    parts = (part.tensor for held in optimizer.state().values() for part in held)
+    """Return the bytes of state on this rank."""
+    parts = (part.tensor for state in optimizer.state().values() for part in state)
     return sum(tensor.numel() * tensor.element_size() for tensor in parts)
 
 
 def cost(arguments: argparse.Namespace) -> None:
-    """(a)."""
+    """Measure (a)."""
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     kinds = {p.name: p for p in parameters(resolve(PRESETS[arguments.preset], 4096))}
-    held = {name: nn.Parameter(torch.zeros(p.shape, device=device)) for name, p in kinds.items()}
-    for parameter in held.values():
+    weights = {name: nn.Parameter(torch.zeros(p.shape, device=device)) for name, p in kinds.items()}
+    for parameter in weights.values():
         parameter.grad = torch.randn_like(parameter)
-    optimizers = {name: make_optimizer(spec, held, kinds) for name, spec in SPECS.items()}
-    # Roots and bases are renewed every so many steps: whole periods are timed.
+    optimizers = {name: make_optimizer(spec, weights, kinds) for name, spec in SPECS.items()}
+    # Roots and bases are renewed every so many steps: full periods are timed.
     period, number = max(spec.precondition_every for spec in SPECS.values()), 0
     ratios: dict[str, list[float]] = {name: [] for name in SPECS}
     seconds: dict[str, list[float]] = {name: [] for name in SPECS}
@@ -96,7 +96,7 @@ def cost(arguments: argparse.Namespace) -> None:
 
 
 def train(spec: OptimizerSpec, arguments: argparse.Namespace, folder: Path) -> Path:
-    """Trains the small model; the event stream."""
+    """Train the small model. Return the path of its event stream."""
     fields = {
         **{f"model.{field}": value for field, value in MODEL.items()},
         **{f"train.{field}": value for field, value in TRAIN.items()},
@@ -123,8 +123,8 @@ def train(spec: OptimizerSpec, arguments: argparse.Namespace, folder: Path) -> P
 
 
 def curves(arguments: argparse.Namespace) -> None:
-    """(b)."""
-    found = {}
+    """Measure (b)."""
+    losses_of = {}
     print("| optimizer | training loss, last tenth | held-out loss |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for name in DRAWN:
@@ -132,18 +132,18 @@ def curves(arguments: argparse.Namespace) -> None:
             events = [event.body for event in read_events(train(spec, arguments, Path(folder)))]
             losses = [body.loss for body in events if isinstance(body, Step)]
             held_out = [body.loss for body in events if isinstance(body, Evaluated)][-1]
-            found[name] = (losses, held_out)
+            losses_of[name] = (losses, held_out)
             print(
                 f"| {name} | {statistics.mean(losses[-len(losses) // 10 :]):.3f} | {held_out:.3f} |",
                 flush=True,
             )
     if arguments.write:
-        arguments.write.write_text(svg(found), encoding="utf-8")
+        arguments.write.write_text(svg(losses_of), encoding="utf-8")
 
 
-def svg(found: dict[str, tuple[list[float], float]]) -> str:
-    """Smoothed training losses, and held-out losses in the legend."""
-    smoothed = {name: smooth(losses, 5) for name, (losses, _) in found.items()}
+def svg(losses_of: dict[str, tuple[list[float], float]]) -> str:
+    """Draw smoothed training losses, with held-out losses in the legend."""
+    smoothed = {name: smooth(losses, 5) for name, (losses, _) in losses_of.items()}
     steps = max(len(losses) for losses in smoothed.values())
     low = min(min(losses) for losses in smoothed.values())
     high = max(losses[min(len(losses) - 1, steps // 20)] for losses in smoothed.values())
@@ -175,7 +175,7 @@ def svg(found: dict[str, tuple[list[float], float]]) -> str:
         parts += [
             f'<polyline fill="none" stroke="{color}" stroke-width="1.8" points="{points}"/>',
             f'<line x1="{RIGHT + 16}" y1="{y}" x2="{RIGHT + 38}" y2="{y}" stroke="{color}" stroke-width="3"/>',
-            f'<text x="{RIGHT + 44}" y="{y + 4}" fill="#1b1b1a">{name}: {found[name][1]:.3f}</text>',
+            f'<text x="{RIGHT + 44}" y="{y + 4}" fill="#1b1b1a">{name}: {losses_of[name][1]:.3f}</text>',
         ]
     y = TOP + 14 + 24 * len(smoothed)
     parts.append(f'<text x="{RIGHT + 16}" y="{y}" fill="#66655f">(nats a token, held out)</text></svg>')
@@ -183,7 +183,7 @@ def svg(found: dict[str, tuple[list[float], float]]) -> str:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

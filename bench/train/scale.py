@@ -1,21 +1,21 @@
-"""Counts what one rank does and sends as the fleet grows from 8 ranks to 98,304, through the real code.
+"""Work and traffic of one rank as the fleet grows from 8 ranks to 98,304, counted in the real code.
 
-The other ranks do not exist: PyTorch's fake process group answers every collective at once, so what is measured is this rank's own
-work, and what it would send is counted call by call. 8 ranks stand on each machine.
+The other ranks do not exist: PyTorch's fake process group answers every collective at once, so the bench measures this rank's own
+work, and counts the bytes that it would send call by call. Each machine has 8 ranks.
 
 - *network*: bytes over a machine's network for the gradient of one slot on every rank, over those of a ring's reduce-scatter, and the ranks
   of other machines that a rank sends to: the gradients of a model that is sharded over all ranks, in one level and in two. Beside the
   counted figures, their closed forms.
-- *exchange*: kernel launches and host time for one parameter group between replicas that are a machine each, where slots divide evenly and
-  where they do not.
+- *exchange*: kernel launches and host time for one parameter group between replicas that are a machine each, for slots that divide evenly and
+  for others.
 - *sockets*: those of a process on CPUs, where gloo connects each rank of a group with every other when the group is made (as many as its groups have
   ranks), and with GPUs, whose groups have NCCL alone: beside those of NCCL itself.
-- *host*: time per step that depends on the fleet alone: which gradients this rank counts, which leaves a round has, for a model of
-  291 parameters in 34 groups.
+- *host*: time per step that depends only on the size of the fleet: to list the gradients that this rank counts, and the leaves of a round, for a
+  model of 291 parameters in 34 groups.
 - *bind*: bytes of the message with which the coordinator makes a node a member of an epoch that restores from memory, encoded by the real code after a
   lost node, and the coordinator's time for it: with a spare in its place and without, for states that every rank has alone and that every machine has.
   Beside it the claim that is made before them: its bytes, the time to describe and encode it, and to find, each turn, that none is due.
-- *matrices*: what an optimizer of whole matrices (Muon) works out once at the start: owner and exchange of DeepSeek-V3's 45,000 matrices, divided
+- *matrices*: work of an optimizer of full matrices (Muon) once at the start: owner and exchange of DeepSeek-V3's 45,000 matrices, divided
   by rows over all ranks.
 
     python -m bench.train.scale
@@ -91,14 +91,14 @@ class Sent:
 
     def all_to_all(
         self,
-        received: Tensor,  # noqa: ARG002  nobody sends anything
+        received: Tensor,  # noqa: ARG002  no rank sends anything
         sent: Tensor,
         get: list[int] | None = None,  # noqa: ARG002
         give: list[int] | None = None,
         *,
         group: dist.ProcessGroup,
     ) -> None:
-        """Counts what ``torch.distributed.all_to_all_single`` would send."""
+        """Count the elements that ``torch.distributed.all_to_all_single`` would send."""
         ranks = dist.get_process_group_ranks(group)
         mine = dist.get_rank() // MACHINE_RANKS
         for rank, elements in zip(ranks, give or [sent.numel() // len(ranks)] * len(ranks), strict=True):
@@ -115,14 +115,14 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs the operation."""
+        """Count and run the operation."""
         self.count += not any(name in str(func) for name in ("view", "slice", "select", "alias", "split"))
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def world(ranks: int, *, machine_ranks: int = 0, shard_ranks: int = 0) -> Iterator[tuple[Mesh, RunSpec]]:
-    """This process as rank 0 of ``ranks``, with a slot for each rank."""
+    """Yield the mesh and the run of this process as rank 0 of ``ranks``, with a slot for each rank."""
     spec = RunSpec(
         model=resolve(PRESETS["llama3-8b"], 128_256),
         train=TrainSpec(batch_size=ranks, slots=ranks, seq_len=64),
@@ -136,8 +136,8 @@ def world(ranks: int, *, machine_ranks: int = 0, shard_ranks: int = 0) -> Iterat
 
 
 def network(ranks: int) -> dict[str, object]:
-    """Counts the elements that a rank sends to other machines for a share of one element, in one level and in two."""
-    found: dict[str, object] = {}
+    """Count the elements that a rank sends to other machines for a share of one element, in one level and in two."""
+    report: dict[str, object] = {}
     for name, machine_ranks in (("one level", 0), ("two levels", MACHINE_RANKS)):
         with world(ranks, machine_ranks=machine_ranks) as (mesh, spec):
             intake = Intake(rounds_of(mesh.deal(spec.train.slots), 0, 0)[0])
@@ -152,24 +152,24 @@ def network(ranks: int) -> dict[str, object]:
         machines = ranks // MACHINE_RANKS
         ring = max(1, (machines - 1) * MACHINE_RANKS)  # elements that each machine passes on
         form = ranks - MACHINE_RANKS if name == "one level" else machines - 1
-        found[name] = {
+        report[name] = {
             "over a ring": sent.elements * MACHINE_RANKS / ring,
             "elements a rank sends": sent.elements,
             "closed form": form,
             "peers": len(sent.peers),
         }
-    return found
+    return report
 
 
 def exchanged(replicas: int, slots: int) -> dict[str, float]:
-    """Launches and host time of one exchange between replicas."""
+    """Return launches and host time of one exchange between replicas."""
     leaves = Leaves(Deal(slots, replicas, 1), 1)
     collectives = dist.all_to_all_single, tree.all_gather_single  # type: ignore[attr-defined]
     join_fake(0, replicas)
     try:
         mesh: Any = SimpleNamespace(replica=0, replicas=replicas, replicate_group=dist.group.WORLD)
         out = torch.empty(replicas)
-        # A fake group's collectives make lists as long as the group; a real one's cost is not the question here.
+        # A fake group's collectives make lists as long as the group; the cost of a real one is not measured here.
         dist.all_to_all_single = tree.all_gather_single = lambda *_args, **_keywords: None  # type: ignore[attr-defined]
         nodes = [torch.zeros(replicas) for _ in leaves.forest(0)]
         first_s = _time_s(lambda: exchange(nodes, leaves, mesh, out), 1)
@@ -183,19 +183,19 @@ def exchanged(replicas: int, slots: int) -> dict[str, float]:
 
 
 def sockets(ranks: int) -> dict[str, int]:
-    """Sockets of gloo in one process, of all groups of a model that is sharded over all ranks, and over a machine."""
-    found = {}
+    """Count the sockets of gloo in one process, of all groups of a model that is sharded over all ranks, and over a machine."""
+    counts = {}
     for name, shard_ranks in (("all", 0), ("a machine", MACHINE_RANKS)):
         with world(ranks, machine_ranks=MACHINE_RANKS, shard_ranks=shard_ranks):
-            found[f"CPU, sharded over {name}"] = sum(group_sizes())
-            found[f"GPU, sharded over {name}"] = (
+            counts[f"CPU, sharded over {name}"] = sum(group_sizes())
+            counts[f"GPU, sharded over {name}"] = (
                 sum(group_sizes()) if "gloo" in backends_for(torch.device("cuda")) else 0
             )
-    return found
+    return counts
 
 
 def host(ranks: int) -> dict[str, float]:
-    """Milliseconds a step, and once at the start."""
+    """Return milliseconds a step, and once at the start."""
     began_s = time.perf_counter()
     with world(ranks) as (mesh, spec):
         mesh_ms = (time.perf_counter() - began_s) * 1e3
@@ -209,7 +209,7 @@ def host(ranks: int) -> dict[str, float]:
 
 
 def matrices(ranks: int) -> dict[str, float]:
-    """CPU seconds, once at the start, without the gathering of tables; and the batches of a step."""
+    """Return CPU seconds, once at the start, without the gathering of tables; and the batches of a step."""
     spec = OptimizerSpec(name="muon")
     model = parameters(resolve(PRESETS["deepseek-v3"], 129_280))
     shapes = {parameter.name: parameter.shape for parameter in model if takes_matrix(spec, parameter)}
@@ -228,7 +228,7 @@ def matrices(ranks: int) -> dict[str, float]:
 
 
 def bind(ranks: int) -> dict[str, dict[str, float]]:
-    """Bytes of a Bind and the coordinator's CPU milliseconds for one, by what the fleet is like."""
+    """Return bytes of a Bind and the coordinator's CPU milliseconds for one, by kind of fleet."""
     nodes = max(2, ranks // MACHINE_RANKS)
     return {
         f"{'all ranks' if not shard_ranks else 'a machine'}, {'with' if spares else 'without'} spare": _binds(
@@ -248,7 +248,7 @@ def _binds(nodes: int, spares: int, shard_ranks: int) -> dict[str, float]:
     state = decide.initial_state(CoreSettings(formation, wanted_nodes=nodes), 0.0)
     orders: list[Order] = []
 
-    def hear(event: m.CoreEvent) -> None:
+    def handle(event: m.CoreEvent) -> None:
         nonlocal state, orders
         state, orders = decide.step(state, event, 0.0)
 
@@ -260,26 +260,26 @@ def _binds(nodes: int, spares: int, shard_ranks: int) -> dict[str, float]:
         host = points(number)[0].partition(":")[0]
         domain = (f"hall{number // 3200}", f"switch{number // 32}", f"rack{number // 4}")
         name = f"node-{number:05d}"
-        hear(m.Joined(name, 1, MACHINE_RANKS, host, 29400, domain, meeting_points=points(number)))
+        handle(m.Joined(name, 1, MACHINE_RANKS, host, 29400, domain, meeting_points=points(number)))
     for name in list(state.awaiting):
-        hear(m.Bound(name, 1, state.epoch))
+        handle(m.Bound(name, 1, state.epoch))
     seats, kept_for = list(state.seats), {buddy: seat for seat, buddy in enumerate(state.ring)}
-    hear(m.Disconnected(seats[0], 1))
-    hear(m.Broken(seats[1], 1, state.epoch, 0))
+    handle(m.Disconnected(seats[0], 1))
+    handle(m.Broken(seats[1], 1, state.epoch, 0))
     for seat, name in enumerate(seats[1:], 1):
-        held = [
+        snapshots = [
             m.RankSnapshot(MACHINE_RANKS * nodes, rank, 5, kind, epoch=state.epoch)
             for kind, of in (("own", seat), *([] if shard_ranks else [("buddy", kept_for[seat])]))
             for rank in formation.ranks_of(of, MACHINE_RANKS * nodes)
         ]
-        hear(m.Parked(name, 1, state.epoch, points(int(name[5:])), tuple(held)))
+        handle(m.Parked(name, 1, state.epoch, points(int(name[5:])), tuple(snapshots)))
     began_s = time.process_time()
-    told = [command for _, command in deliveries(state, orders) if isinstance(command, Bind)]
+    binds = [command for _, command in deliveries(state, orders) if isinstance(command, Bind)]
     spent_s = time.process_time() - began_s
     claim = succession.first_claim(state, seats[1], "nonce")
     return {
-        "bytes": max(len(m.encode(one)) for one in told),
-        "ms": spent_s * 1e3 / len(told),
+        "bytes": max(len(m.encode(command)) for command in binds),
+        "ms": spent_s * 1e3 / len(binds),
         "claim_ms": 1e3
         * _time_s(lambda: succession.encode_claim(succession.renewed(claim, state, "next")), 3),
         "claim_is_due_ms": 1e3 * _time_s(lambda: succession.is_due(claim, state), 3),
@@ -288,7 +288,7 @@ def _binds(nodes: int, spares: int, shard_ranks: int) -> dict[str, float]:
 
 
 def readers(count: int, state_bytes: int = 2 << 20) -> dict[str, float]:
-    """Seconds until ``count`` readers at once have all of one holder's state, each over a connection of its own; and the holder's rate."""
+    """Return the seconds until ``count`` readers at once have all of one holder's state, each over a connection of its own; and the holder's rate."""
     memory, key = SnapshotMemory("bench", 1), SnapshotKey(1, 0, 1)
     segment = memory.worker_segments(0)[0]
     image = np.arange(state_bytes, dtype=np.uint64).view(np.uint8)[:state_bytes].copy()
@@ -320,18 +320,18 @@ CURVE = 8, 128, 2_048, 16_384, 98_304
 
 
 def curve() -> None:
-    """Prints one table: what one rank, or one node, has to do as the fleet grows."""
+    """Print one table: work of one rank, or one node, as the fleet grows."""
     print("| ranks | commit | restore's plan | bytes of a Bind | sockets, CPU, GPU | host work a step |")
     print("|---|---|---|---|---|---|")
     for ranks in CURVE:
         saved: Any = scale_checkpoint.measure(ranks)
         replicas = _replicas(ranks)
-        found, used, sent = sockets(ranks), host(ranks), bind(ranks)
+        opened, used, sent = sockets(ranks), host(ranks), bind(ranks)
         step_ms = used["owned_ms"] + used["leaves_ms"] + GROUPS * exchanged(replicas, replicas)["host_ms"]
         print(
             f"| {ranks:,} | {saved['commit_later']['cpu_s']:.2f} s | {saved['restore_other']['cpu_s']:.2f} s | "
-            f"{max(one['bytes'] for one in sent.values()):,.0f} | "
-            f"{found['CPU, sharded over a machine']:,}, {found['GPU, sharded over a machine']:,} | {step_ms:.1f} ms |",
+            f"{max(size['bytes'] for size in sent.values()):,.0f} | "
+            f"{opened['CPU, sharded over a machine']:,}, {opened['GPU, sharded over a machine']:,} | {step_ms:.1f} ms |",
             flush=True,
         )
 
@@ -341,7 +341,7 @@ def _flops(spec: OptimizerSpec, rows: int, columns: int) -> float:
 
 
 def _by_rows(shape: tuple[int, ...], ranks: int) -> NDArray[np.int64]:
-    """The table of a parameter that FSDP divides along its first dimension: ``(ranks, 2, dims)``."""
+    """Return the table of a parameter that FSDP divides along its first dimension: ``(ranks, 2, dims)``."""
     size = -(-shape[0] // ranks)
     begin = np.minimum(np.arange(ranks) * size, shape[0])
     table = np.zeros((ranks, 2, len(shape)), np.int64)
@@ -356,7 +356,7 @@ def _leaves(leaves: Leaves, current: Round) -> None:
 
 
 def _time_s(function: Callable[[], object], rounds: int) -> float:
-    """Median process CPU time, in seconds."""
+    """Return the median process CPU time, in seconds."""
     times = []
     for _ in range(rounds):
         began_s = time.process_time()
@@ -366,7 +366,7 @@ def _time_s(function: Callable[[], object], rounds: int) -> float:
 
 
 def main() -> None:
-    """Prints a line for each size of the fleet."""
+    """Print a line for each size of the fleet."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -375,20 +375,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--curve", action="store_true", help="one table instead")
     parser.add_argument("--readers", type=int, nargs="+", help="so many readers of one holder instead")
-    given = parser.parse_args()
-    if given.curve:
+    options = parser.parse_args()
+    if options.curve:
         curve()
         return
-    for count in given.readers or ():
+    for count in options.readers or ():
         print(json.dumps(readers(count)), flush=True)
-    for ranks in () if given.readers else given.ranks:
-        report: dict[str, Any] = {part: PARTS[part](ranks) for part in given.only}
-        if given.json:
+    for ranks in () if options.readers else options.ranks:
+        report: dict[str, Any] = {part: PARTS[part](ranks) for part in options.only}
+        if options.json:
             print(json.dumps({"ranks": ranks, **report}), flush=True)
             continue
         print(f"{ranks:,} ranks")
-        for part, found in report.items():
-            print(f"  {part}: {found}", flush=True)
+        for part, figures in report.items():
+            print(f"  {part}: {figures}", flush=True)
 
 
 PARTS: dict[str, Callable[[int], object]] = {

@@ -1,4 +1,4 @@
-"""How fast is a training step, beside its peers and beside what the machine can multiply?
+"""Speed of a training step, beside its peers and beside the matrix-multiply rate of the machine.
 
 One run, on one machine, everything interleaved, each contender in processes of its own, medians of paired ratios (machines are noisy;
 a ratio of two neighbors in time is not):
@@ -8,9 +8,9 @@ a ratio of two neighbors in time is not):
 (c) the FLOP/s that our step achieves (attention counted causally) over the machine's matrix-multiply peak;
 (d) at two ranks, the reproducible reduction over the fast one, with ZeRO-3, ZeRO-2 and plain replication, and each over the bare loop and
     over ``transformers`` in ``DistributedDataParallel``, which exchanges gradients once a step too;
-(e) the shares of our step that forward and backward, the tree, the norm and the optimizer take, in processor time, and the pages
-    of memory that a step maps afresh, each loop in a process of its own (``--only shares``): a loop that runs beside
-    another finds the memory that the other gave back.
+(e) the shares of our step that forward and backward, the tree, the norm and the optimizer take, in processor time, and the new pages
+    of memory that a step maps, each loop in a process of its own (``--only shares``): a loop that runs beside
+    another reuses the memory that the other freed.
 
     python -m bench.train.step
     python -m bench.train.step --rounds 9 --json
@@ -67,7 +67,7 @@ CPU = torch.device("cpu")
 
 
 def spec_for(arguments: argparse.Namespace, threads: int, **train: Any) -> RunSpec:
-    """The run that is measured: fp32 on a CPU, one micro-batch of one sequence per slot."""
+    """Return the measured run: fp32 on a CPU, one micro-batch of one sequence per slot."""
     return RunSpec(
         model=resolve(PRESETS[arguments.preset], 16_384),
         train=TrainSpec(
@@ -85,13 +85,13 @@ def spec_for(arguments: argparse.Namespace, threads: int, **train: Any) -> RunSp
 
 
 def random_samples(spec: RunSpec, count_: int) -> NDArray[np.int64]:
-    """Token ids in the shape of a batch: speed does not depend on what they say."""
+    """Return token ids in the shape of a batch: speed does not depend on their values."""
     generator = np.random.default_rng(0)
     return generator.integers(0, spec.model.vocab_size, (count_, spec.train.seq_len + 1), dtype=np.int64)
 
 
 def build_stepper(spec: RunSpec, device: torch.device) -> tuple[Stepper, Step]:
-    """The object that runs our steps on the ranks of the default process group, and a function that runs the next one."""
+    """Return the object that runs our steps on the ranks of the default process group, and a function that runs the next one."""
     mesh = build_mesh(spec, dist.get_world_size(), device)
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)
@@ -115,7 +115,7 @@ def build_stepper(spec: RunSpec, device: torch.device) -> tuple[Stepper, Step]:
 
 
 def bare_step(spec: RunSpec, module: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor]) -> Step:
-    """A step as one writes it without a framework; on several ranks, each with its share of the samples, with PyTorch's own replication."""
+    """Return a step as written without a framework; on several ranks, each with its share of the samples, with PyTorch's own replication."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     samples = torch.from_numpy(random_samples(spec, spec.train.batch_size)).chunk(ranks)[rank]
@@ -137,7 +137,7 @@ def bare_step(spec: RunSpec, module: nn.Module, forward: Callable[[nn.Module, Te
 
 
 def same_model_bare(spec: RunSpec) -> Step:
-    """Our own module, filled alike, in a bare loop."""
+    """Return a step of our own module with the same weights, in a bare loop."""
     module = Transformer(spec.model)
     kinds = {parameter.name: parameter for parameter in parameters(spec.model)}
     for name, weights in module.named_parameters():
@@ -149,7 +149,7 @@ def same_model_bare(spec: RunSpec) -> Step:
 
 
 def transformers_bare(spec: RunSpec) -> Step:
-    """Hugging Face's Llama of the same shape, in a bare loop."""
+    """Return a step of Hugging Face's Llama of the same shape, in a bare loop."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = spec.model
@@ -174,7 +174,7 @@ def transformers_bare(spec: RunSpec) -> Step:
 
 
 def seconds_of(step: Step, device: torch.device = CPU) -> float:
-    """Wall time of one call, everything on the device included."""
+    """Return the wall time of one call, with all work on the device."""
     begin = time.perf_counter()
     step()
     wait_for_device(device)
@@ -187,7 +187,7 @@ BUILDERS: dict[str, Callable[[RunSpec], Step]] = {
     "bare_loop": same_model_bare,
     "transformers": transformers_bare,
 }
-"""The contenders: our step, the same without the promise about bits, and what others would write."""
+"""The contenders: our step, the same without the promise about bits, and the bare loops."""
 
 
 def _fast(spec: RunSpec) -> RunSpec:
@@ -216,7 +216,7 @@ def _crew_member(
 
 
 class Crew:
-    """Ranks of some contenders, in processes that no other contender shares, since that would use the memory that they gave back."""
+    """Ranks of some contenders, in processes that no other contender shares, since it would reuse the memory that they freed."""
 
     def __init__(self, names: Sequence[str], spec: RunSpec, ranks: int) -> None:
         self.names = names
@@ -237,13 +237,13 @@ class Crew:
         return max(float(commands.recv()) for commands in self._commands)
 
     def seconds(self, name: str) -> float:
-        """Runs a step of one of them; the time of the slowest rank."""
+        """Run a step of one of them. Return the time of the slowest rank."""
         for commands in self._commands:
             commands.send(name)
         return self._answers()
 
     def end(self) -> None:
-        """Lets the processes end."""
+        """End the processes."""
         for commands, member in zip(self._commands, self._members, strict=True):
             commands.send(None)
             member.join()
@@ -251,7 +251,7 @@ class Crew:
 
 
 def rounds_of_turns(crews: Sequence[Crew], rounds: int) -> list[dict[str, float]]:
-    """Seconds of a step of each contender, who take turns."""
+    """Return the seconds of a step of each contender, in turns."""
     rows = []
     for _ in range(rounds):
         rows.append({name: crew.seconds(name) for crew in crews for name in crew.names})
@@ -302,7 +302,7 @@ def two_ranks(arguments: argparse.Namespace) -> Iterator[tuple[str, float]]:
 
 @contextmanager
 def _timed(owner: Any, name: str, spent: dict[str, float], label: str) -> Iterator[None]:
-    """Adds the processor time of calls of ``owner.name`` to ``spent[label]``."""
+    """Add the processor time of calls of ``owner.name`` to ``spent[label]``."""
     plain = getattr(owner, name)
 
     def call(*args: Any, **options: Any) -> Any:
@@ -343,21 +343,21 @@ def _shares_worker(contender: str, arguments: argparse.Namespace, results: Any) 
             spent.clear()
             before, begin = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
             step()
-            whole = time.process_time() - begin
+            used_s = time.process_time() - begin
             pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before.ru_minflt
-            rows.append({"cpu_s": whole, "fresh_pages": pages, **_shares(spent, whole)})
+            rows.append({"cpu_s": used_s, "fresh_pages": pages, **_shares(spent, used_s)})
         leave()
     results.put({name: statistics.median(row[name] for row in rows) for name in rows[0]})
 
 
-def _shares(spent: dict[str, float], whole: float) -> dict[str, float]:
-    """The shares of a step of ``whole`` seconds; the tree grows inside the slots' backward passes."""
+def _shares(spent: dict[str, float], step_s: float) -> dict[str, float]:
+    """Return the shares of a step of ``step_s`` seconds; the tree grows inside the slots' backward passes."""
     if not spent:
         return {}
     inner = {name: spent.get(name, 0.0) for name in ("tree", "norm", "optimizer")}
     parts = {"forward_backward": spent["slots"] - inner["tree"], **inner}
-    parts["other"] = whole - sum(parts.values())
-    return {f"share_{name}": part / whole for name, part in parts.items()}
+    parts["other"] = step_s - sum(parts.values())
+    return {f"share_{name}": part / step_s for name, part in parts.items()}
 
 
 def shares(arguments: argparse.Namespace) -> Iterator[tuple[str, float]]:
@@ -406,7 +406,7 @@ GOALS = {
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
 """Wall time of one slot's sums between real processes: the tree in one level and in two, beside the library's reduce-scatter.
 
 Every rank is a process of this machine, connected by gloo over the loopback, and the upper half of them stands for a second machine. So
-this is what the exchange and its additions cost processors, not what a network takes: ``bench.train.scale`` counts the bytes. The ways take
+this is the cost of the exchange and its additions to processors, without a network: ``bench.train.scale`` counts the bytes. The ways take
 turns in the same processes; each is timed between two barriers, on rank 0.
 
     python -m bench.train.sums_of_ranks
@@ -36,14 +36,14 @@ CPU = torch.device("cpu")
 
 
 def ways(ranks: int, elements: int) -> dict[str, Callable[[], None]]:
-    """Each way to leave a rank its share of the sum of every rank's gradient of ``elements`` elements."""
+    """Return each way to give a rank its share of the sum of all ranks' gradients of ``elements`` elements."""
     spec = RunSpec(
         model=resolve(ModelSpec(vocab_size=64)),
         train=TrainSpec(batch_size=ranks, slots=ranks),
         parallel=ParallelSpec(sharding="zero3"),
     )
     gradient, share = torch.randn(elements), torch.empty(elements // ranks)
-    found: dict[str, Callable[[], None]] = {}
+    calls: dict[str, Callable[[], None]] = {}
     for name, machine_ranks in (("one level", 0), ("two levels", ranks // 2)):
         if machine_ranks == 1:
             continue
@@ -57,9 +57,9 @@ def ways(ranks: int, elements: int) -> dict[str, Callable[[], None]]:
             def run(scatter: TreeReduceScatter = scatter, group: dist.ProcessGroup = group) -> None:
                 scatter(share, gradient, group, None)
 
-            found[f"{name}, {str(wire).removeprefix('torch.')}"] = run
-    found["the library's"] = lambda: reduce_scatter_single(share, gradient.clone(), None)
-    return found
+            calls[f"{name}, {str(wire).removeprefix('torch.')}"] = run
+    calls["the library's"] = lambda: reduce_scatter_single(share, gradient.clone(), None)
+    return calls
 
 
 def _rank(rank: int, ranks: int, point: str, arguments: argparse.Namespace, results: Any) -> None:
@@ -77,12 +77,12 @@ def _rank(rank: int, ranks: int, point: str, arguments: argparse.Namespace, resu
                 times[name].append(time.perf_counter() - begin)
                 record({"way": name, "seconds": times[name][-1]}, is_printed=False)
     if rank == 0:
-        results.put({name: statistics.median(found) * 1e3 for name, found in times.items()})
+        results.put({name: statistics.median(taken) * 1e3 for name, taken in times.items()})
     leave()
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,11 +91,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    found = {ranks: on_ranks(_rank, ranks, arguments) for ranks in arguments.ranks}
+    rows = {ranks: on_ranks(_rank, ranks, arguments) for ranks in arguments.ranks}
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(rows))
         return
-    for ranks, row in found.items():
+    for ranks, row in rows.items():
         print(f"{ranks} ranks: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in row.items()))
 
 
