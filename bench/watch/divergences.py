@@ -1,7 +1,7 @@
-"""How many planted divergences ``phalanx why`` names, and how many healthy runs it leaves alone.
+"""Number of planted divergences that ``phalanx why`` names, and of healthy runs without a reason.
 
-Each run is real and small. Its events are judged as they were every few steps while it ran, by the rules of ``phalanx why``. Only reasons about numbers of training
-count: those about speed depend on this machine's other programs. A divergence is named if one of its reasons has the planted layer or step.
+Each run is real and small. The rules of ``phalanx why`` judge its events as they were every few steps while it ran. Only reasons about numbers of training
+count: reasons about speed depend on this machine's other programs. A divergence is named if one of its reasons has the planted layer or step.
 
     python -m bench.watch.divergences [--only NAME ...] [--write docs/evidence/watching.md]
 """

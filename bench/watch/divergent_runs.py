@@ -1,6 +1,6 @@
 """Small real runs that diverge by a planted cause, and healthy ones, for ``bench.watch.divergences``.
 
-A cause is in the run file, in the data of one step, or in the weights: then ``damaged_runs`` changes them before a step, as a faulty initialization or an overflow would.
+A cause is in the run file, in the data of one step, or in the weights, which ``damaged_runs`` then changes before a step, as a faulty initialization or an overflow would.
 """
 
 from __future__ import annotations

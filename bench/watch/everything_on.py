@@ -1,7 +1,7 @@
-"""Everything that watches a run, all together: what a step takes with it over what it takes without, in one running process.
+"""Everything that watches a run, all together: time of a step with it over the time without, in one running process.
 
 A run on two ranks is watched for some steps and not watched for the next ones, in turns (``bench.watch.watched_in_turns``), so that model, memory, processes and
-the state of the machine are the same on both sides. Watched is: the ledger, the stopwatches of collectives, the ranks' exchange, the searches for spikes
+the state of the machine are the same on both sides. Watching is: the ledger, the stopwatches of collectives, the ranks' exchange, the searches for spikes
 and throttling, the look for requests for a profile, a logged step and a line of the log a step, the index, TensorBoard, and from outside the page with 50
 viewers and one who never reads, whose /metrics is scraped every five seconds.
 
@@ -53,7 +53,7 @@ T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18,
 
 @contextmanager
 def on_processors(processors: Sequence[int]) -> Iterator[None]:
-    """What is started inside runs on these processors alone."""
+    """Start processes inside the block on these processors alone."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, processors)
     try:
@@ -63,7 +63,7 @@ def on_processors(processors: Sequence[int]) -> Iterator[None]:
 
 
 def halves(*, together: bool) -> tuple[list[int], list[int]]:
-    """The processors of the machine that trains, and those of all others."""
+    """Return the processors of the machine that trains, and those of all others."""
     every = sorted(os.sched_getaffinity(0))
     if together or len(every) < 2:
         return every, every
@@ -72,7 +72,7 @@ def halves(*, together: bool) -> tuple[list[int], list[int]]:
 
 @contextmanager
 def training(folder: Path, order: Order, dim: int, near: Sequence[int]) -> Iterator[subprocess.Popen[bytes]]:
-    """The run, until it is ended."""
+    """Start the run, and end it after the block."""
     make_dataset(folder / "data")
     small = SmallRun(
         *("everything", str(folder / "data"), 1_000_000, 128),
@@ -98,8 +98,8 @@ def training(folder: Path, order: Order, dim: int, near: Sequence[int]) -> Itera
 
 @contextmanager
 def watched(folder: Path, viewing: int, near: Sequence[int], far: Sequence[int]) -> Iterator[int]:
-    """The page over the run with its viewers and a scraper; tells the ranks which processes these are. Gives the server's."""
-    known = set(children(os.getpid()))
+    """Start the page over the run with its viewers and a scraper, and write their process ids for the ranks. Yields the server's."""
+    earlier = set(children(os.getpid()))
     over = threading.Event()
     with ExitStack() as stack:
         with on_processors(near):
@@ -107,7 +107,7 @@ def watched(folder: Path, viewing: int, near: Sequence[int], far: Sequence[int])
         with on_processors(far):
             stack.enter_context(viewers(address, viewing))
             threading.Thread(target=scrape, args=(address, over), daemon=True).start()
-        beside = [pid for pid in children(os.getpid()) if pid not in known]
+        beside = [pid for pid in children(os.getpid()) if pid not in earlier]
         time.sleep(3.0)  # all of them are there
         write_atomically(folder / "turns" / BESIDE, json.dumps(beside).encode(), durable=False)
         try:
@@ -119,70 +119,70 @@ def watched(folder: Path, viewing: int, near: Sequence[int], far: Sequence[int])
 
 
 def scrape(address: str, over: threading.Event) -> None:
-    """Asks for the metrics as a Prometheus does, again and again."""
+    """Request the metrics as a Prometheus does, again and again."""
     while not over.wait(SCRAPED_EVERY_S):
         with suppress(OSError), urllib.request.urlopen(f"{address}/metrics", timeout=60) as answer:
             answer.read()
 
 
 def units_of(folder: Path) -> int:
-    """The units that all ranks have told."""
+    """Return the number of units that all ranks have written."""
     return min(len(blocks_of(folder / "turns", rank)) for rank in range(RANKS)) // len(ORDER)
 
 
 def has_more_units(folder: Path, than: int) -> bool:
-    """True if the ranks have told more than so many units."""
+    """Return True if the ranks have written more than so many units."""
     return units_of(folder) > than
 
 
 def until(condition: Callable[[], bool], process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Waits for a condition. Ends this program if the run ends before it is true."""
+    """Wait for a condition. End this program if the run ends before it is true."""
     while not condition():
         if process.poll() is not None:
             raise SystemExit(f"the run ended: see {folder}/runs/everything/logs")
         time.sleep(0.2)
 
 
-def per_step(ranks: Sequence[Sequence[Block]], unit: int, what: str) -> float:
-    """The logarithm of on over off in one unit: of the first rank's clock, or of all ranks' processor time."""
+def per_step(ranks: Sequence[Sequence[Block]], unit: int, meter: str) -> float:
+    """Return the logarithm of on over off in one unit: of the first rank's clock, or of all ranks' processor time."""
     logs: dict[bool, list[float]] = {True: [], False: []}
     for number in range(unit * len(ORDER), (unit + 1) * len(ORDER)):
         blocks = [rank[number] for rank in ranks]
-        took_s = blocks[0].wall_s if what == "clock" else sum(block.processor_s for block in blocks)
+        took_s = blocks[0].wall_s if meter == "clock" else sum(block.processor_s for block in blocks)
         logs[counts_as_on(number)].append(math.log(took_s / blocks[0].steps))
     return statistics.fmean(logs[True]) - statistics.fmean(logs[False])
 
 
 def interval(logs: Sequence[float]) -> dict[str, float]:
-    """The geometric mean of ratios, the 95 % interval of it, and their median."""
+    """Return the geometric mean of ratios, its 95 % interval, and their median."""
     mean = statistics.fmean(logs)
     off = T_95[min(len(logs) - 1, len(T_95)) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
-    found = {"ratio": mean, "low": mean - off, "high": mean + off, "median": statistics.median(logs)}
-    return {name: math.exp(value) for name, value in found.items()}
+    logs_of = {"ratio": mean, "low": mean - off, "high": mean + off, "median": statistics.median(logs)}
+    return {name: math.exp(value) for name, value in logs_of.items()}
 
 
 def measure(
     folder: Path, process: subprocess.Popen[bytes], most_s: float, within: float
 ) -> dict[str, object]:
-    """Waits until the figure is narrow enough or the time is over."""
+    """Wait until the figure is narrow enough or the time is over."""
     began_s, units = time.monotonic(), 1
     while True:
         until(partial(has_more_units, folder, units), process, folder)
         units = units_of(folder)
         ranks = [blocks_of(folder / "turns", rank) for rank in range(RANKS)]
         clock = [per_step(ranks, unit, "clock") for unit in range(units)]
-        found = interval(clock)
-        narrow = units >= FEWEST_UNITS and found["high"] - found["low"] <= 2 * within
+        clock_ratio = interval(clock)
+        narrow = units >= FEWEST_UNITS and clock_ratio["high"] - clock_ratio["low"] <= 2 * within
         if narrow or time.monotonic() - began_s > most_s:
             break
     off = [block for block in ranks[0] if not counts_as_on(block.number)]
     return {
-        "clock, on over off": found,
+        "clock, on over off": clock_ratio,
         "processor time of the ranks, on over off": interval(
             [per_step(ranks, unit, "processor") for unit in range(units)]
         ),
         "units": units,
-        "ratios of the clock": [round(math.exp(one), 4) for one in clock],
+        "ratios of the clock": [round(math.exp(log), 4) for log in clock],
         "step_s": statistics.median(block.wall_s / block.steps for block in off),
         "seconds": time.monotonic() - began_s,
     }
@@ -202,26 +202,26 @@ def main() -> None:
     parser.add_argument("--idle", action="store_true", help="watch nothing in any block")
     parser.add_argument("--together", action="store_true", help="all on all processors")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind, standing still
-    near, far = halves(together=given.together)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no stopped process is left behind
+    near, far = halves(together=options.together)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made).resolve()
-        order = Order(str(folder / "turns"), first_step=12, steps=given.block, idle=given.idle)
-        with training(folder, order, given.dim, near) as process:
+        order = Order(str(folder / "turns"), first_step=12, steps=options.block, idle=options.idle)
+        with training(folder, order, options.dim, near) as process:
             until((folder / "runs" / "everything" / "events.jsonl").exists, process, folder)
-            with watched(folder, given.viewers, near, far) as server:
+            with watched(folder, options.viewers, near, far) as server:
                 used_s, began_s = processor_s(server), time.monotonic()
-                report = measure(folder, process, given.most, given.within)
+                report = measure(folder, process, options.most, options.within)
                 share = (processor_s(server) - used_s) / (time.monotonic() - began_s)
-        # It stands still for half of the time.
+        # The server is stopped for half of the time.
         report |= {
             "server_share_of_a_core": 2 * share,
-            "viewers": given.viewers,
+            "viewers": options.viewers,
             "processors": [len(near), len(far)],
             "load": os.getloadavg()[0],
         }
-    print(json.dumps(report, indent=None if given.json else 1))
+    print(json.dumps(report, indent=None if options.json else 1))
 
 
 if __name__ == "__main__":

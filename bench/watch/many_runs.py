@@ -1,4 +1,4 @@
-"""Run directories as those of long runs, written through the event log that runs write through: what ``bench.watch.page`` looks at."""
+"""Run directories of long runs for ``bench.watch.page``, written through the event log of real runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "other", "total"
 
 
 def write_run(folder: Path, number: int, steps: int) -> None:
-    """Writes the events of a run of ``steps`` steps of ten seconds with one recovery, evaluations and checkpoints."""
+    """Write the events of a run of ``steps`` steps of ten seconds with one recovery, evaluations and checkpoints."""
     folder.mkdir(parents=True)
     describe(folder, number, steps)
     clock = [BEGAN_S + number]
@@ -76,7 +76,7 @@ def write_run(folder: Path, number: int, steps: int) -> None:
 
 
 def write_runs(folder: Path, runs: int, steps: int) -> None:
-    """Writes those of the runs that are not in the folder yet, one on each core."""
+    """Write the runs that are not in the folder yet, one on each core."""
     places = {number: folder / f"run-{number:02d}" for number in range(runs)}
     due = {number: place for number, place in places.items() if not place.exists()}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -84,9 +84,14 @@ def write_runs(folder: Path, runs: int, steps: int) -> None:
 
 
 def describe(folder: Path, number: int, steps: int) -> None:
-    """Writes the run file and the record of a run, as a start of one does."""
-    wanted = (f'name="run-{number}"', f"train.steps={steps}", f"runtime.seed={number}", 'data.path="nowhere"')
-    spec = read_table({"model": {"preset": "llama3-8b"}}, PRESETS, wanted, folder / "run.toml")
+    """Write the run file and the record of a run, as its start does."""
+    settings = (
+        f'name="run-{number}"',
+        f"train.steps={steps}",
+        f"runtime.seed={number}",
+        'data.path="nowhere"',
+    )
+    spec = read_table({"model": {"preset": "llama3-8b"}}, PRESETS, settings, folder / "run.toml")
     (folder / "run.toml").write_bytes(tomli_w.dumps(to_table(spec)).encode())
     (folder / "record.json").write_text(
         json.dumps({"identity": "0" * 64, "data_fingerprint": "0" * 64, "attempts": 2})

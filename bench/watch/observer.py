@@ -1,6 +1,6 @@
-"""A process outside a run that looks at it: its own clock, the growth of the event file, and what the kernel says of the writer's main thread.
+"""An observer outside a run: its own clock, the growth of the event file, and the kernel's account of the writer's main thread.
 
-It shares nothing with the run that it watches; ``bench.watch.ledger`` holds the run's ledger against it.
+It shares nothing with the run that it watches; ``bench.watch.ledger`` compares the run's ledger with it.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class Sample:
 
 
 class Observer(threading.Thread):
-    """Samples a run from outside until it is told that it is over."""
+    """Samples a run from outside until ``over`` is set."""
 
     def __init__(self, launcher: int, run_dir: Path, spans: Path) -> None:
         """
         Args:
-            launcher: The process that was started; all of the run's are below it.
+            launcher: The process that was started; all processes of the run descend from it.
             run_dir: The directory of its run.
-            spans: Where its processes keep what they did in spans of waiting.
+            spans: Folder in which its processes keep their account of spans of waiting.
         """
         super().__init__(daemon=True)
         self.spans = spans
         self.events, self.launcher, self.over = RunDirectory(run_dir).events, launcher, threading.Event()
         self.samples: list[Sample] = []
         self.born: dict[int, float] = {}
-        """When each of the run's processes was first seen."""
+        """Time at which each of the run's processes was first seen."""
         self.writer = 0
 
     def run(self) -> None:
@@ -63,25 +63,25 @@ class Observer(threading.Thread):
                 self._look_around(now_s)
             ran_s, in_line_s = kernel_s(self.writer)
             thread = Spent(now_s, ran_s, in_line_s)
-            told = read(self.spans, self.writer)
-            self.samples.append(Sample(now_s, self.writer, thread, *told, size_of(self.events)))
+            accounts = read(self.spans, self.writer)
+            self.samples.append(Sample(now_s, self.writer, thread, *accounts, size_of(self.events)))
             turn += 1
             time.sleep(SAMPLE_S)
 
     def _look_around(self, now_s: float) -> None:
-        found = descendants(self.launcher)
-        for pid in found:
+        pids = descendants(self.launcher)
+        for pid in pids:
             self.born.setdefault(pid, now_s)
-        if not (self.writer in found and holds(self.writer, self.events)):
-            self.writer = next((pid for pid in found if is_worker(pid) and holds(pid, self.events)), 0)
+        if not (self.writer in pids and holds(self.writer, self.events)):
+            self.writer = next((pid for pid in pids if is_worker(pid) and holds(pid, self.events)), 0)
 
     def seen_s(self, nbytes: int) -> float:
-        """When the event file was first seen to be so long."""
+        """Return the time at which the event file was first seen to have ``nbytes`` bytes."""
         place = bisect_left(self.samples, nbytes, key=lambda sample: sample.nbytes)
         return self.samples[min(place, len(self.samples) - 1)].at_s
 
     def between(self, first_s: float, last_s: float) -> tuple[Spent, Spent, Spent]:
-        """What the writer's main thread spent from then to then, when it was one process: in all, in waiting, and between."""
+        """Return the seconds of the writer's main thread between two times in one process: in all, in waiting, and between."""
         inside = [sample for sample in self.samples if first_s <= sample.at_s <= last_s and sample.pid]
         if not inside:
             return Spent(), Spent(), Spent()
@@ -90,17 +90,17 @@ class Observer(threading.Thread):
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below one, parents first."""
-    found, due = list[int](), [pid]
+    """Return all processes below ``pid``, parents first."""
+    pids, due = list[int](), [pid]
     while due:
         own = children(due.pop())
-        found += own
+        pids += own
         due += own
-    return found
+    return pids
 
 
 def kernel_s(pid: int) -> tuple[float, float]:
-    """Seconds for which the main thread of a process has been on a processor, and in line for one."""
+    """Return the seconds for which the main thread of a process has been on a processor, and in line for one."""
     with suppress(OSError, ValueError):
         ran, in_line, _ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
         return int(ran) / 1e9, int(in_line) / 1e9
@@ -120,7 +120,7 @@ def is_worker(pid: int) -> bool:
 
 
 def holds(pid: int, path: Path) -> bool:
-    """True if a process has the file open."""
+    """Return True if a process has the file open."""
     with suppress(OSError):
         names = os.listdir(f"/proc/{pid}/fd")
         return any(os.path.realpath(f"/proc/{pid}/fd/{name}") == str(path) for name in names)

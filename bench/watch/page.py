@@ -1,9 +1,9 @@
-"""What the page costs: the time to answer, the server's memory, and the step time of a run that many look at.
+"""Cost of the page: the time to answer, the server's memory, and the step time of a run with many viewers.
 
-*Views*: 40 runs of 100,000 steps, written through the event log that runs write through, are served by ``phalanx ui`` in a process of its own; each
-view is asked for twice, over HTTP: the first time after the server has started, when the run's file must be read, and again.
+*Views*: 40 runs of 100,000 steps, written through the event log of real runs, are served by ``phalanx ui`` in a process of its own; each
+view is requested twice, over HTTP: the first time after the server has started, when the run's file must be read, and again.
 *Watchers*: a run on two ranks trains while 50 viewers, who follow its events and fetch its curves, and one who never reads, come and go. The median step
-with them is held against the mean of those before and after; ``noise`` is what those without viewers differ by among each other.
+with them is compared with the mean of those before and after; ``noise`` is the difference among those without viewers.
 
     python -m bench.watch.page
     python -m bench.watch.page --views --runs 40 --steps 100000 --json
@@ -49,7 +49,7 @@ class Timing:
 
 
 def timed(view: str, get: Callable[[], int], pid: int, again: int) -> Timing:
-    """Times a question the first time, and again when no answer is kept any more."""
+    """Time a request the first time, and again after the cached answer has expired."""
     times, used, size = [], [], 0
     for number in range(1 + again):
         time.sleep(1.1 if number else 0)
@@ -69,29 +69,34 @@ PATHS = (
 
 
 def views(folder: Path, again: int) -> dict[str, object]:
-    """Times of all views of the runs in ``folder``: at once, when a person asks before the server has read ahead, and from its cache."""
+    """Time all views of the runs in ``folder``: at once, before the server has read ahead, and from its cache."""
     with tempfile.TemporaryDirectory() as cache:
         with page(folder, Path(cache)) as (address, pid):
-            found = [timed("list of all runs", lambda: len(fetch(f"{address}/api/runs")), pid, again)]
+            timings = [timed("list of all runs", lambda: len(fetch(f"{address}/api/runs")), pid, again)]
             ids = [run["id"] for run in json.loads(fetch(f"{address}/api/runs"))["runs"]]
 
-            def get(path: str, one: str) -> Callable[[], int]:
-                return lambda: len(fetch(f"{address}/api/run/{one}{path}"))
+            def get(path: str, run: str) -> Callable[[], int]:
+                return lambda: len(fetch(f"{address}/api/run/{run}{path}"))
 
-            found += [
+            timings += [
                 timed(f"one run {path or '(summary)'}", get(path, ids[-1]), pid, again) for path in PATHS
             ]
-            everything = [get("/curves?names=loss&points=600", one) for one in ids]
-            found.append(timed("loss of all runs", lambda: sum(one() for one in everything), pid, again=3))
+            everything = [get("/curves?names=loss&points=600", run) for run in ids]
+            timings.append(
+                timed("loss of all runs", lambda: sum(curves() for curves in everything), pid, again=3)
+            )
             memory = memory_mb(pid)
         with page(folder, Path(cache)) as (address, pid):
-            everything = [get("/curves?names=loss&points=600", one) for one in ids]
-            found.append(
+            everything = [get("/curves?names=loss&points=600", run) for run in ids]
+            timings.append(
                 timed(
-                    "loss of all runs, a new server", lambda: sum(one() for one in everything), pid, again=1
+                    "loss of all runs, a new server",
+                    lambda: sum(curves() for curves in everything),
+                    pid,
+                    again=1,
                 )
             )
-    return {"timings": [vars(one) for one in found], "memory_mb": memory, "runs": len(ids)}
+    return {"timings": [vars(timing) for timing in timings], "memory_mb": memory, "runs": len(ids)}
 
 
 # --- watchers -----------------------------------------------------------------------------------
@@ -128,7 +133,7 @@ SETTLING_S = 5.0
 
 @contextmanager
 def training(folder: Path) -> Iterator[Path]:
-    """A run on two ranks that goes on until it is ended: its event file."""
+    """Start a run on two ranks, yield its event file, and end it after the block."""
     file = folder / "run.toml"
     file.write_text(RUN)
     run_dir = folder / "runs" / "watched"
@@ -147,14 +152,14 @@ def training(folder: Path) -> Iterator[Path]:
 
 
 def steps_of(file: Path) -> list[tuple[float, float]]:
-    """When each step was logged, and how long it took."""
+    """Return the time at which each step was logged, and its seconds."""
     if not file.exists():
         return []
     return [(event.t, event.body.step_s) for event in read_events(file) if isinstance(event.body, Step)]
 
 
 def watchers(folder: Path, rounds: int, period_s: float, number: int) -> dict[str, object]:
-    """Step times of one run while viewers come and go; each time with them is held against those before and after it."""
+    """Measure step times of one run while viewers come and go; each period with them is compared with those before and after it."""
     periods: list[tuple[bool, float, float]] = []
     shares = []
     with page(folder / "runs", folder / "cache") as (address, pid), training(folder) as file:
@@ -202,22 +207,24 @@ def main() -> None:
     parser.add_argument("--again", type=int, default=5, help="times that a view is requested again")
     parser.add_argument("--period", type=float, default=30.0, help="seconds with viewers, and without")
     parser.add_argument("--viewers", type=int, default=50)
-    parser.add_argument("--folder", type=Path, help="where the runs of --views are, or are written and kept")
+    parser.add_argument(
+        "--folder", type=Path, help="folder of the runs of --views; missing ones are written and kept"
+    )
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    if given.steps % 1000:
+    options = parser.parse_args()
+    if options.steps % 1000:
         parser.error("--steps: give a multiple of 1,000, since the runs restart at one of 500")
-    both = given.views == given.watchers
+    both = options.views == options.watchers
     report: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as made:
-        if given.views or both:
-            folder = given.folder or Path(made) / "many"
-            write_runs(folder, given.runs, given.steps)
-            report |= views(folder, given.again)
-        if given.watchers or both:
+        if options.views or both:
+            folder = options.folder or Path(made) / "many"
+            write_runs(folder, options.runs, options.steps)
+            report |= views(folder, options.again)
+        if options.watchers or both:
             (Path(made) / "few" / "runs").mkdir(parents=True)
-            report |= watchers(Path(made) / "few", given.rounds, given.period, given.viewers)
-    print(json.dumps(report, indent=None if given.json else 1))
+            report |= watchers(Path(made) / "few", options.rounds, options.period, options.viewers)
+    print(json.dumps(report, indent=None if options.json else 1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The server of the page in a process of its own, those who look at it, and what a process costs, for benches.
+"""The server of the page in a process of its own, its viewers, and the cost of a process, for benches.
 
-Viewers do what an open page does: each hears of changes, and asks for the newest numbers after each. They share one process, which is this module
-run as a program.
+Viewers do the same as an open page: each follows the changes, and requests the newest numbers after each. They share one process, which runs this
+module as a program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from threading import Thread
 
 @contextmanager
 def page(folder: Path, cache: Path) -> Iterator[tuple[str, int]]:
-    """``phalanx ui`` over a folder in a process of its own, with its cache in another: its address and process number."""
+    """Start ``phalanx ui`` over a folder, with its cache in another. Yields its address and process id."""
     command = [sys.executable, "-m", "phalanx", "ui", str(folder), "--port", "0", "--no-open"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -40,19 +40,19 @@ def fetch(url: str) -> bytes:
 
 
 def memory_mb(pid: int) -> float:
-    """Resident memory of a process now, in megabytes."""
+    """Return the resident memory of a process now, in megabytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("VmRSS"))
 
 
 def processor_s(pid: int) -> float:
-    """Processor time that a process has used."""
+    """Return the processor time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def view(address: str, over: Flag) -> None:
-    """An open page: it hears of changes, and asks for the newest numbers after each."""
+    """Follow the changes as an open page does, and request the newest numbers after each, until ``over``."""
     while not over.is_set():
         with (
             suppress(OSError, ValueError),
@@ -68,7 +68,7 @@ def view(address: str, over: Flag) -> None:
 
 @contextmanager
 def viewers(address: str, number: int) -> Iterator[None]:
-    """So many viewers, in a process of their own, and one here that asks and never reads."""
+    """Start ``number`` viewers in a process of their own, and here one that sends a request and never reads."""
     port = int(address.rpartition(":")[2])
     stalled = socket.create_connection(("127.0.0.1", port))
     stalled.sendall(b"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
@@ -82,7 +82,7 @@ def viewers(address: str, number: int) -> Iterator[None]:
 
 
 def look(address: str, number: int) -> None:
-    """Looks, until it is ended; viewers belong to other machines, so they go last here."""
+    """Run viewers until this process is ended, at low priority, since they belong to other machines."""
     os.nice(19)
     over = Flag()
     threads = [Thread(target=view, args=(address, over), daemon=True) for _ in range(number)]

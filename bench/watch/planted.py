@@ -1,7 +1,7 @@
-"""The problems that ``bench.watch.why`` plants in real runs: each a scene, made anew, and what is done to it when a step is reached.
+"""The problems that ``bench.watch.why`` plants in real runs: each a scene, made for each run, and an action on it when a step is reached.
 
-What a machine here does not have is stood in for at its edge: a clock that is set forward by ``sitecustomize`` in the run's processes, another
-version of a library by the record of an installed package, and a GPU's driver by a module ``pynvml`` that reports throttled clocks. All else is real.
+Conditions that this machine lacks are simulated at its edge: ``sitecustomize`` sets the clock of the run's processes forward, the record of an
+installed package names another version of a library, and a module ``pynvml`` stands for a GPU's driver that reports throttled clocks. All else is real.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Scene:
     text: str
     """Its run file."""
     words: tuple[str, ...] = ()
-    """After the command, with the run file and the run directory."""
+    """Arguments after the command, the run file and the run directory."""
     environment: dict[str, str] = field(default_factory=dict)
     plant: Callable[[int], None] | None = None
-    """Plants the problem when the step is reached, given the run's process; ``None``: it comes by itself."""
+    """Plants the problem when the step is reached, given the run's process; ``None`` if it comes by itself."""
     agent: bool = False
     """True if the command is ``phalanx agent`` of the leading node, else ``phalanx train``."""
 
@@ -55,9 +55,9 @@ class Problem:
     from_step: int
     """The step before which nothing is wrong yet."""
     scene: Callable[[Path, ExitStack], Scene]
-    """Makes its scene in a folder; what must end with it goes on the stack."""
+    """Makes its scene in a folder, and pushes cleanup onto the stack."""
     alerts: tuple[str, ...] = ()
-    """The rules of ``deploy/prometheus`` that are there for it, beside those for any reason of ``phalanx why``."""
+    """The rules of ``deploy/prometheus`` for it, beside those for any reason of ``phalanx why``."""
     where: str = ""
     """Part of the place that the reason must name, such as the node."""
 
@@ -68,7 +68,7 @@ RANKS = (*LONG, "--ranks", "2")
 
 
 def _faulty(*words: str) -> Callable[[Path, ExitStack], Scene]:
-    """A run with words of its own, in which the problem comes by itself."""
+    """Return a scene with words of its own, in which the problem comes by itself."""
     return lambda folder, _stack: Scene(_file(folder), (*LONG, *words))
 
 
@@ -76,7 +76,7 @@ def _file(folder: Path) -> str:
     return RUN_FILE.format(data=make_dataset(folder / "words"))
 
 
-# --- what is done to a run --------------------------------------------------------------------------
+# --- scenes ------------------------------------------------------------------------------------------
 
 
 def killed(folder: Path, _stack: ExitStack) -> Scene:
@@ -85,7 +85,7 @@ def killed(folder: Path, _stack: ExitStack) -> Scene:
 
 
 def stopped(folder: Path, stack: ExitStack) -> Scene:
-    """All of the run's processes stand still."""
+    """All of the run's processes are stopped."""
 
     def plant(process: int) -> None:
         stack.callback(signal_all, process, signal.SIGCONT)
@@ -189,7 +189,7 @@ def slow_data(folder: Path, stack: ExitStack) -> Scene:
     """An object store (a real S3 server) answers late, and the run reads hardly ahead."""
     server = stack.enter_context(ministack(folder))
     proxy = stack.enter_context(faulty_proxy(server.port, Faults(), 0))
-    os.environ |= server.environment  # of the copy, which is made here
+    os.environ |= server.environment  # for the copy, which is made here
     url = server.url("words")
     copy_dataset(str(make_dataset(folder / "words")), url)
 
@@ -244,13 +244,13 @@ def nvmlSystemGetDriverVersion(): return "570"
 
 
 def throttled(folder: Path, stack: ExitStack) -> Scene:
-    """The driver of one of two nodes (a stand-in) says that heat has lowered its GPU's clocks."""
+    """The driver of one of two nodes (a stand-in) reports that heat has lowered its GPU's clocks."""
     (folder / "hot").touch()
     return _hot_later(folder, stack)
 
 
 def throttled_in_a_run(folder: Path, stack: ExitStack) -> Scene:
-    """The same, but the clocks are lowered while the run trains, when nobody checks a node's health."""
+    """The same, but the clocks are lowered while the run trains, after the check of the nodes' health."""
     scene = _hot_later(folder, stack)
     return replace(scene, plant=lambda _process: (folder / "hot").touch())
 
@@ -262,13 +262,13 @@ def _hot_later(folder: Path, stack: ExitStack) -> Scene:
 
 
 def _two_nodes(folder: Path, stack: ExitStack, *words: str) -> Scene:
-    """A fleet of two agents, the second of which has what lies in ``folder/site`` before all that is installed."""
+    """Start a fleet of two agents; the second has the modules in ``folder/site`` before the installed ones."""
     where, file = f"127.0.0.1:{free_port()}", folder / "run.toml"
     text = _file(folder)
     file.write_text(text)
-    told = ("--coordinator", where, *LONG, "--set", "fleet.nodes=2", *words)
+    arguments = ("--coordinator", where, *LONG, "--set", "fleet.nodes=2", *words)
     settings = ("--set", f'run_dir="{folder / "runs" / "run"}"')
-    command = [sys.executable, "-m", "phalanx", "agent", "--run", str(file), *told, *settings]
+    command = [sys.executable, "-m", "phalanx", "agent", "--run", str(file), *arguments, *settings]
     environment = {**os.environ, "PYTHONPATH": f"{folder / 'site'}:{os.environ.get('PYTHONPATH', '')}"}
     with (folder / "second").open("w") as output:
         second = subprocess.Popen(
@@ -279,11 +279,11 @@ def _two_nodes(folder: Path, stack: ExitStack, *words: str) -> Scene:
             start_new_session=True,
         )
     stack.callback(signal_all, second.pid, signal.SIGKILL)
-    return Scene(text, (*told, "--node", "first"), agent=True)
+    return Scene(text, (*arguments, "--node", "first"), agent=True)
 
 
 def signal_all(process: int, number: int) -> None:
-    """Sends a signal to a process and all that descend from it, wherever they have put themselves."""
+    """Send a signal to a process and all its descendants, in any session or group."""
     children: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
@@ -291,10 +291,10 @@ def signal_all(process: int, number: int) -> None:
             children.setdefault(parent, []).append(int(status.parent.name))
     due = [process]
     while due:
-        one = due.pop()
-        due += children.get(one, [])
+        pid = due.pop()
+        due += children.get(pid, [])
         with suppress(ProcessLookupError):
-            os.kill(one, number)
+            os.kill(pid, number)
 
 
 PROBLEMS = (

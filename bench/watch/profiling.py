@@ -1,7 +1,7 @@
-"""Profiles: what recording costs while nobody asks and while somebody does, and what other tools find in the same recordings.
+"""Profiles: cost of recording without a request and with one, and findings of other tools in the same recordings.
 
 *Off*: the same run by turns with the look-out for requests and without it (``Training.profiles`` is ``None``, as on ranks other than 0, and no
-recording is kept ready); the ratio of median steps in processor time of rank 0's thread, and the seconds of what a step does more, measured alone.
+recording is kept ready); the ratio of median steps in processor time of rank 0's thread, and the seconds of the additional work of a step, measured alone.
 *On*: the median recorded step over that of the other steps of its run, the pauses before and after, and the bytes written. *Planted*: runs with a rank that computes more, a link that is
 slow and a host that sleeps between steps; of each, this project's verdict, PyTorch's ``key_averages`` of the same recording, and traces
 in PyTorch's own format:
@@ -37,14 +37,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def larger(spec: RunSpec, steps: int) -> RunSpec:
-    """The tiny run with a model whose step takes some tens of milliseconds."""
+    """Return the tiny run with a model whose step takes some tens of milliseconds."""
     model = replace(spec.model, layers=4, dim=128, heads=4, kv_heads=4, ffn_dim=256)
     train = replace(spec.train, steps=steps, seq_len=64, micro_batch_size=2)
     return replace(spec, model=model, train=train)
 
 
 def train_and_export(spec: RunSpec, plant: str, out: str) -> None:
-    """Trains with something planted; writes each rank's recording as PyTorch does, and its own table of it."""
+    """Train with a planted problem; write each rank's recording as PyTorch does, and PyTorch's table of it."""
     from phalanx.train.profile import recording
 
     original = recording.rank_trace  # type: ignore[attr-defined]
@@ -54,9 +54,9 @@ def train_and_export(spec: RunSpec, plant: str, out: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{rank}.json"
         ended.export_chrome_trace(str(path))
-        whole = json.loads(path.read_text())
-        whole["distributedInfo"] = {"rank": rank, "backend": "gloo"}
-        path.write_text(json.dumps(whole))
+        trace = json.loads(path.read_text())
+        trace["distributedInfo"] = {"rank": rank, "backend": "gloo"}
+        path.write_text(json.dumps(trace))
         table = ended.key_averages().table(
             sort_by="self_cpu_time_total", row_limit=8, max_name_column_width=40
         )
@@ -68,7 +68,7 @@ def train_and_export(spec: RunSpec, plant: str, out: str) -> None:
 
 
 def train_watched(spec: RunSpec, watched: bool) -> list[float]:
-    """Trains with or without the look-out; returns the processor time of this rank's thread in each step, which a busy machine leaves alone."""
+    """Train with or without the look-out. Return the processor time of this rank's thread in each step, which does not depend on other load."""
     from phalanx.train.lifecycle import loop
     from phalanx.train.step.step import Stepper
 
@@ -92,7 +92,7 @@ def train_watched(spec: RunSpec, watched: bool) -> list[float]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute for a while."""
+    """Replace an attribute inside the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -102,15 +102,15 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def measure_off(ranks: Ranks, dataset: Path, folder: Path, pairs: int) -> dict[str, float]:
-    """The cost while nobody asks."""
+    """Measure the cost without a request."""
     ratios, medians = [], {True: list[float](), False: list[float]()}
     for pair in range(pairs):
-        found = {}
+        median_s = {}
         for watched in (True, False) if pair % 2 else (False, True):
             spec = larger(profiled_run(dataset, folder / f"off-{pair}-{watched}", sharding="none"), 40)
-            found[watched] = statistics.median(ranks.run(2, train_watched, spec, watched)[0][5:])
-            medians[watched].append(found[watched])
-        ratios.append(found[True] / found[False])
+            median_s[watched] = statistics.median(ranks.run(2, train_watched, spec, watched)[0][5:])
+            medians[watched].append(median_s[watched])
+        ratios.append(median_s[True] / median_s[False])
         record({"pair": len(ratios), "ratio": ratios[-1]}, is_printed=False)
     return {
         "step_off_s": statistics.median(medians[True]),
@@ -122,7 +122,7 @@ def measure_off(ranks: Ranks, dataset: Path, folder: Path, pairs: int) -> dict[s
 
 
 def look_s(folder: Path) -> float:
-    """Seconds of all that a step does more on rank 0 while nobody asks, its look at the disk each second included."""
+    """Return the seconds of the additional work of a step on rank 0 without a request, with its look at the disk each second."""
     from phalanx.observe.profile_request import ProfileDesk
 
     directory = RunDirectory(folder / "nothing")
@@ -134,7 +134,7 @@ def look_s(folder: Path) -> float:
 
 
 def measure_on(ranks: Ranks, dataset: Path, folder: Path) -> dict[str, Any]:
-    """The cost of a profile."""
+    """Measure the cost of a profile."""
     run_dir = folder / "on"
     ask(run_dir)
     spec = larger(profiled_run(dataset, run_dir, sharding="none"), 40)
@@ -155,20 +155,20 @@ def measure_on(ranks: Ranks, dataset: Path, folder: Path) -> dict[str, Any]:
 
 
 def measure_planted(ranks: Ranks, dataset: Path, folder: Path) -> dict[str, list[str]]:
-    """What this project says of each planted problem; the recordings stay for others."""
-    found = {}
+    """Return this project's findings on each planted problem, and keep the recordings for other tools."""
+    texts = {}
     for plant, (count, layout) in LAYOUTS.items():
         run_dir = folder / plant / "run"
         run_dir.parent.mkdir(parents=True)
         ask(run_dir)
         spec = replace(profiled_run(dataset, run_dir), parallel=ParallelSpec(**layout))
         ranks.run(count, train_and_export, spec, plant, str(folder / plant / "torch"))
-        found[plant] = [one["text"] for one in make_summary(RunDirectory(run_dir), NAME)["findings"]]
-    return found
+        texts[plant] = [finding["text"] for finding in make_summary(RunDirectory(run_dir), NAME)["findings"]]
+    return texts
 
 
 def main() -> None:
-    """Prints one JSON object."""
+    """Print one JSON object."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -185,10 +185,10 @@ def main() -> None:
         "off": lambda: measure_off(ranks, dataset, arguments.folder, arguments.pairs),
     }
     try:
-        found = {part: parts[part]() for part in arguments.parts.split(",")}
+        report = {part: parts[part]() for part in arguments.parts.split(",")}
     finally:
         ranks.close()
-    print(json.dumps(found, indent=1))
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What it costs to keep and to draw what every rank measures of itself.
+"""Cost of keeping and drawing the measurements that every rank makes of itself.
 
 (a) A day of 100,000 ranks at 10 s a step, through the real writer: bytes on disk, seconds a frame, and how long the writing thread is busy with
-    coarsening where the file is at its bound (``--days 4``).
+    coarsening once the file is at its bound (``--days 4``).
 (b) From that file, each in a process of its own: seconds of opening it, of a heat map of 800 x 400, of one rank's history, of the search for slow
-    ranks, with the memory that the process took beyond what it had before (``cold``: the file's pages were given back first).
+    ranks, with the memory that the process took meanwhile (``cold``: the file's pages were dropped first).
 (c) On two ranks, a real step with an exchange after each over the same step without: the median of paired ratios; and the exchange alone.
     By default a run exchanges after every tenth step.
 
@@ -37,7 +37,7 @@ PAIRS = 40
 
 
 def write_days(path: Path, ranks: int, days: float) -> dict[str, Any]:
-    """(a)"""
+    """Measure (a)."""
     random = np.random.default_rng(0)
     bases = [
         {name: (TYPICAL[name] * random.lognormal(0, 0.03, ranks)).astype(np.float32) for name in RANK_COLUMNS}
@@ -75,11 +75,11 @@ def _history(stream: RankStream) -> None:
 
 def _slowest(stream: RankStream) -> None:
     frames = newest_windows(stream, 20)
-    (found, *_) = slowest(
+    (slow_rank, *_) = slowest(
         "compute_s", values_of(stream, "compute_s", frames), Layout(replicate=stream.ranks), 10
     )
-    assert found.rank == stream.ranks // 3
-    assert found.slow
+    assert slow_rank.rank == stream.ranks // 3
+    assert slow_rank.slow
 
 
 VIEWS: dict[str, tuple[Callable[[RankStream], None], ...]] = {
@@ -93,8 +93,8 @@ VIEWS: dict[str, tuple[Callable[[RankStream], None], ...]] = {
 
 
 def view(path: Path, name: str, pipe: Any) -> None:
-    """(b): the last of the view's calls is measured."""
-    Path("/proc/self/clear_refs").write_text("5")  # the most begins at what is held now
+    """Measure (b): the last of the view's calls."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is reset to the memory in use
     before = memory_mib("VmRSS")
     begin = time.perf_counter()
     with RankStream(path) as stream:
@@ -106,14 +106,14 @@ def view(path: Path, name: str, pipe: Any) -> None:
 
 
 def memory_mib(name: str) -> float:
-    """A line of this process's status: the memory that it holds, or the most that it held."""
+    """Return a line of this process's status in MiB: its memory (``VmRSS``), or its peak (``VmHWM``)."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    (found,) = [line for line in lines if line.startswith(f"{name}:")]
-    return int(found.split()[1]) / 1024
+    (status_line,) = [line for line in lines if line.startswith(f"{name}:")]
+    return int(status_line.split()[1]) / 1024
 
 
 def forget(path: Path) -> None:
-    """Gives the pages of a file back, so that it has to be read from the disk."""
+    """Drop a file's pages from the cache, so that it must be read from the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -121,27 +121,27 @@ def forget(path: Path) -> None:
 
 
 def views(path: Path) -> dict[str, Any]:
-    """(b)"""
+    """Measure (b) for all views."""
     rows = {}
     context = multiprocessing.get_context("spawn")
     for name in VIEWS:
         for cold in (True, False):
-            found = []
+            measurements = []
             for _ in range(1 if cold else 3):
                 if cold:
                     forget(path)
                 ours, theirs = context.Pipe()
                 process = context.Process(target=view, args=(path, name, theirs))
                 process.start()
-                found.append(ours.recv())
+                measurements.append(ours.recv())
                 process.join()
-            seconds, mib = (statistics.median(column) for column in zip(*found, strict=True))
+            seconds, mib = (statistics.median(column) for column in zip(*measurements, strict=True))
             rows[f"{name}{', cold' if cold else ''}"] = {"s": seconds, "MiB": mib}
     return rows
 
 
 def exchange_rank(rank: int, folder: str, pipe: Any) -> None:
-    """(c), on one rank."""
+    """Measure (c) on one rank."""
     import torch
     import torch.distributed as dist
 
@@ -191,7 +191,7 @@ def exchange_rank(rank: int, folder: str, pipe: Any) -> None:
 
 
 def exchange() -> dict[str, Any]:
-    """(c)"""
+    """Measure (c)."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(2)]
@@ -200,19 +200,17 @@ def exchange() -> dict[str, Any]:
         ]
         for process in processes:
             process.start()
-        found: list[dict[str, Any]] = [ours.recv() for ours, _ in pipes]
+        reports: list[dict[str, Any]] = [ours.recv() for ours, _ in pipes]
         for process in processes:
             process.join()
-    return found[0]
+    return reports[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=100_000)
     parser.add_argument("--days", type=float, default=1.0)
-    parser.add_argument(
-        "--folder", type=Path, help="where the file is made; by default in a temporary folder"
-    )
+    parser.add_argument("--folder", type=Path, help="folder for the file; by default a temporary one")
     parser.add_argument("--without-steps", action="store_true", help="leave (c) out, which takes minutes")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
     arguments = parser.parse_args()

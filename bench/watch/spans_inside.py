@@ -1,6 +1,6 @@
-"""What the main thread of a rank did, by the kernel, in the spans that its ledger books as waiting, and between them.
+"""The kernel's account of a rank's main thread in the spans that its ledger books as waiting, and between them.
 
-From outside one sees for how long a thread slept, and not why. So ``bench.watch.ledger`` has every process of its run load this module
+An observer outside sees how long a thread slept, and not the reason. So ``bench.watch.ledger`` lets every process of its run load this module
 (by a ``sitecustomize``): it reads three clocks of the calling thread at both ends of each such span (the collectives that ``CommClock`` measures, and the
 ledger's own buckets of waiting) and keeps the sums in a small file, which the observer reads while it samples. The product has none of it.
 
@@ -25,7 +25,7 @@ from phalanx.hardware.local.device import CommClock
 from phalanx.observe.ledger import Bucket, Ledger
 
 WAITING = ("step.comm_exposed", "step.wait_straggler", "step.data_wait", "step.bubble")
-"""How the names of the ledger's buckets of waiting begin."""
+"""Beginnings of the names of the ledger's buckets of waiting."""
 _FORM = struct.Struct("<6q")
 
 
@@ -49,7 +49,7 @@ class Spent:
 
 
 def read(folder: Path, pid: int) -> tuple[Spent, Spent]:
-    """What the main thread of a process spent in waiting, and between; nothing of a process that has not waited yet."""
+    """Return the seconds of a process's main thread in waiting, and between; zeros for a process that has not waited yet."""
     with suppress(OSError, struct.error):
         numbers = [number / 1e9 for number in _FORM.unpack((folder / str(pid)).read_bytes()[: _FORM.size])]
         return Spent(*numbers[:3]), Spent(*numbers[3:])
@@ -66,7 +66,7 @@ class Spans:
         self._sums = [0] * 6
 
     def enter(self) -> None:
-        """A span of waiting begins; one within another is part of it."""
+        """Begin a span of waiting; a span within another is part of it."""
         if threading.get_ident() != self._main:
             return
         if self._pid != os.getpid():
@@ -76,7 +76,7 @@ class Spans:
             self._add(3)
 
     def leave(self) -> None:
-        """It ends."""
+        """End the span."""
         if threading.get_ident() != self._main or not self._depth:
             return
         self._depth -= 1
@@ -84,7 +84,7 @@ class Spans:
             self._add(0)
 
     def _open(self) -> None:
-        """Begins the account of this process, which may be a fork of one that had another."""
+        """Begin the account of this process, which may be a fork of a process with its own."""
         self._pid, self._depth, self._sums = os.getpid(), 0, [0] * 6
         self._line = os.open(f"/proc/{self._pid}/task/{self._pid}/schedstat", os.O_RDONLY)
         path = self._folder / str(self._pid)
@@ -106,7 +106,7 @@ class Spans:
 
 
 def install(folder: Path) -> None:
-    """Has the ledger and the stopwatches of this process tell where waiting begins and ends."""
+    """Let the ledger and the stopwatches of this process mark the begin and end of waiting."""
     spans = Spans(folder)
     measured, switched = CommClock.measure, Ledger.switch
 
@@ -144,7 +144,7 @@ del sys.path[:{count}]
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """Variables with which every process of Python below loads this module, and keeps its sums in ``folder``."""
+    """Return variables with which every Python process below loads this module, and keeps its sums in ``folder``."""
     (folder / "site").mkdir(parents=True, exist_ok=True)
     root = Path(__file__).parents[2]
     paths = [str(root), str(root / "src")]

@@ -1,12 +1,12 @@
-"""Turns all that watches a run off and on within its own processes, for blocks of steps, and notes what each block took.
+"""Turns all that watches a run off and on within its own processes, for blocks of steps, and notes the time of each block.
 
 ``bench.watch.everything_on`` has every rank of a run load this module (by a ``sitecustomize``; the product has none of it). Which steps are watched follows
 from their number alone, so that all ranks agree. In a block that is not watched a rank keeps no ledger, measures no waiting in collectives, exchanges no
-times with the other ranks, looks for no spike, throttling or request for a profile, and tells no event, so that nothing is appended, indexed or given
-to a tracker; and rank 0 stops what looks on from outside (SIGSTOP). In a block that is, all this goes on as in any run, and each rank logs a line a step.
+times with the other ranks, looks for no spike, throttling or request for a profile, and writes no event, so that nothing is appended, indexed or given
+to a tracker; and rank 0 stops the watching processes outside (SIGSTOP). In a watched block all this runs as usual, and each rank logs a line a step.
 
-Blocks come in units of four, off and on in an order that is turned around from unit to unit (on off off on, off on on off), so that what drifts slowly
-weighs on both alike.
+Blocks come in units of four, off and on in an order that is turned around from unit to unit (on off off on, off on on off), so that slow drifts
+weigh on both equally.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 
 ORDER = (True, False, False, True)
 BESIDE = "beside.json"
-"""The processes that look on, which rank 0 waits for before the first block."""
+"""File with the watching processes, for which rank 0 waits before the first block."""
 _WORKER = "phalanx.train.lifecycle.worker"
 
 
 @dataclass(frozen=True)
 class Order:
-    """Where blocks begin, and how long they are."""
+    """First step and length of blocks."""
 
     folder: str
     first_step: int
@@ -39,22 +39,22 @@ class Order:
     steps: int
     """Steps of a block; the first of them is not measured."""
     idle: bool = False
-    """Nothing is watched in any block: what both kinds differ by then is what the measurement is worth."""
+    """True if no block is watched: the difference of both kinds is then the error of the measurement."""
 
     def block(self, step: int) -> int:
-        """The block of a step; below 0 before the first."""
+        """Return the block of a step; below 0 before the first."""
         return (step - self.first_step) // self.steps
 
 
 def counts_as_on(block: int) -> bool:
-    """True if a block is one that is watched."""
+    """Return True if a block is a watched one."""
     unit, place = divmod(block, len(ORDER))
     return ORDER[place] ^ bool(unit % 2)
 
 
 @dataclass
 class Block:
-    """What one rank took for the measured steps of a block, which are all but the first."""
+    """Time of one rank for the measured steps of a block, which are all but the first."""
 
     number: int
     steps: int
@@ -76,7 +76,7 @@ class Turns:
     """The clock and the processor time at the end of each step of the block."""
 
     def begins(self, step: int) -> None:
-        """Turns what watches on or off where a block begins."""
+        """Turn the watching on or off if a block begins."""
         block = self.order.block(step)
         if block == self.block or block < 0:
             return
@@ -91,7 +91,7 @@ class Turns:
         self.on = on
 
     def ended(self) -> None:
-        """Notes the end of a step, and what a block took at its last one."""
+        """Note the end of a step, and write the block's time at its last step."""
         self.ends.append((time.perf_counter(), time.process_time()))
         if self.block >= 0 and len(self.ends) == self.order.steps:
             wall_s, processor_s = (
@@ -109,14 +109,14 @@ class Turns:
 
 
 def blocks_of(folder: Path, rank: int) -> list[Block]:
-    """The blocks that a rank has told so far."""
+    """Return the blocks that a rank has written so far."""
     path = folder / f"rank-{rank}.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [Block(**json.loads(line)) for line in lines]
 
 
 def install(order: Order) -> None:
-    """Has this process turn what watches it off and on, if it is a rank."""
+    """Let this process turn its watching off and on, if it is a rank."""
     if _WORKER not in sys.orig_argv:
         return
     from phalanx.hardware.local.device import CommClock
@@ -170,7 +170,7 @@ sys.path[:0] = {paths!r}
 try:
     from bench.watch.watched_in_turns import Order, install
     install(Order(**{order!r}))
-except BaseException:  # else Python would go on without
+except BaseException:  # otherwise Python would continue without
     traceback.print_exc()
     os._exit(1)
 del sys.path[:{count}]
@@ -178,7 +178,7 @@ del sys.path[:{count}]
 
 
 def environment_of(order: Order) -> dict[str, str]:
-    """Variables with which every rank below loads this module."""
+    """Return variables with which every rank below loads this module."""
     site = Path(order.folder) / "site"
     site.mkdir(parents=True, exist_ok=True)
     root = Path(__file__).parents[2]

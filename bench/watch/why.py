@@ -1,7 +1,7 @@
-"""How long after a problem is planted in a real run the page, an alert and ``phalanx why`` name it.
+"""Seconds from a problem that is planted in a real run until the page, an alert and ``phalanx why`` name it.
 
-Each problem happens to a run of real processes on this machine. Meanwhile ``phalanx why --json`` is started again and again, a ``phalanx ui``
-is asked for what its box shows (``/api/run/ID/why``), and Debian's Prometheus scrapes the run's processes and ``phalanx ui`` every half second, with
+Each problem happens to a run of real processes on this machine. Meanwhile ``phalanx why --json`` is started again and again, the content of
+its box is requested from a ``phalanx ui`` (``/api/run/ID/why``), and Debian's Prometheus scrapes the run's processes and ``phalanx ui`` every half second, with
 the shipped rules. The clock
 starts when the problem does: with the event of the step before a fault, or with the change on disk. Rules that wait for minutes are evaluated with windows
 of ten seconds and without their ``for``, which is written beside the time.
@@ -59,11 +59,11 @@ class Row:
     problem: Problem
     page: Named
     alert: Named
-    why: Named
+    command: Named
 
 
 def measure(problem: Problem) -> Row:
-    """Plants the problem in a run, and asks all three until each has named it or patience ends."""
+    """Plant the problem in a run, and poll all three until each has named it or patience ends."""
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         folder, port = Path(place), free_port(8)
         scene = problem.scene(folder, stack)
@@ -81,16 +81,16 @@ def measure(problem: Problem) -> Row:
             began = time.time()
             scene.plant(process.pid)
         with ThreadPoolExecutor(3) as pool:
-            asked = (
+            searches = (
                 pool.submit(await_reason, lambda: of_page(address), problem, began),
                 pool.submit(await_alert, client, problem, began),
                 pool.submit(await_reason, lambda: of_command(run), problem, began),
             )
-            return Row(problem, *(one.result() for one in asked))
+            return Row(problem, *(search.result() for search in searches))
 
 
 def start(folder: Path, scene: Scene, run: RunDirectory, port: int) -> subprocess.Popen[bytes]:
-    """Starts the scene's run, with its metrics at ``port``."""
+    """Start the scene's run, with its metrics at ``port``."""
     file = folder / "run.toml"
     file.write_text(scene.text)
     if scene.agent:
@@ -113,7 +113,7 @@ def start(folder: Path, scene: Scene, run: RunDirectory, port: int) -> subproces
 
 @contextmanager
 def page(folder: Path, cache: Path) -> Iterator[str]:
-    """``phalanx ui`` over a folder in a process of its own: its address."""
+    """Start ``phalanx ui`` over a folder in a process of its own. Yields its address."""
     command = [sys.executable, "-m", "phalanx", "ui", str(folder), "--port", "0", "--no-open"]
     process = subprocess.Popen(
         command,
@@ -135,23 +135,23 @@ def fetch(url: str) -> Any:
 
 
 def of_page(address: str) -> list[dict[str, Any]]:
-    """The reasons in the page's box."""
+    """Return the reasons in the page's box."""
     (run, *_) = fetch(f"{address}/api/runs")["runs"]
-    found: list[dict[str, Any]] = fetch(f"{address}/api/run/{run['id']}/why")["reasons"]
-    return found
+    reasons: list[dict[str, Any]] = fetch(f"{address}/api/run/{run['id']}/why")["reasons"]
+    return reasons
 
 
 def of_command(run: RunDirectory) -> list[dict[str, Any]]:
-    """The reasons that ``phalanx why --json`` gives."""
+    """Return the reasons of ``phalanx why --json``."""
     words = [sys.executable, "-m", "phalanx", "why", str(run.path), "--json"]
-    found: list[dict[str, Any]] = json.loads(subprocess.run(words, capture_output=True, check=False).stdout)[
-        "reasons"
-    ]
-    return found
+    reasons: list[dict[str, Any]] = json.loads(
+        subprocess.run(words, capture_output=True, check=False).stdout
+    )["reasons"]
+    return reasons
 
 
 def await_step(run: RunDirectory, step: int) -> float:
-    """Waits until a step is done; returns the time at which it was."""
+    """Wait until a step is done. Return its time."""
 
     def counts(event: Event) -> bool:
         return isinstance(event.body, Step) and event.body.step == step
@@ -159,8 +159,8 @@ def await_step(run: RunDirectory, step: int) -> float:
     deadline = time.time() + 3 * PATIENCE_S
     while time.time() < deadline:
         try:
-            if (found := newest_event(run.events, counts)) is not None:
-                return found.t
+            if (event := newest_event(run.events, counts)) is not None:
+                return event.t
         except EventLogError:
             pass
         time.sleep(POLL_S)
@@ -182,7 +182,7 @@ def await_reason(ask: Callable[[], list[dict[str, Any]]], problem: Problem, bega
 
 
 def await_none(ask: Callable[[], list[dict[str, Any]]], problem: Problem) -> None:
-    """Waits until nothing of the kind is wrong, as while a run on a busy machine gets under way: what is named then was planted."""
+    """Wait until the reason is absent, as it may not be while a run starts on a busy machine. A later one then comes from the plant."""
     deadline = time.time() + PATIENCE_S
     while any(names(problem, reason) for reason in ask()):
         if time.time() > deadline:
@@ -191,14 +191,14 @@ def await_none(ask: Callable[[], list[dict[str, Any]]], problem: Problem) -> Non
 
 
 def await_alert(client: Prometheus, problem: Problem, began: float) -> Named:
-    """The first alert for the problem, of its own or for its reason, to fire after it began; one that fired before says nothing of it."""
+    """Return the first alert for the problem, by name or reason, that became active after it began; an earlier one has another cause."""
     waits = {str(rule["alert"]): str(rule.get("for", "")) for rule in alerts()}
     while time.time() < began + PATIENCE_S:
-        for one in (client.get("alerts") or {"alerts": []})["alerts"]:
-            name = one["labels"]["alertname"]
-            since = datetime.fromisoformat(one["activeAt"]).timestamp()
-            meant = name in problem.alerts or one["labels"].get("code") == problem.code
-            if meant and one["state"] == "firing" and since >= began:
+        for alert in (client.get("alerts") or {"alerts": []})["alerts"]:
+            name = alert["labels"]["alertname"]
+            since = datetime.fromisoformat(alert["activeAt"]).timestamp()
+            meant = name in problem.alerts or alert["labels"].get("code") == problem.code
+            if meant and alert["state"] == "firing" and since >= began:
                 wait = f", for: {waits[name]}" * bool(waits[name])
                 return Named(time.time() - began, f"{name}{wait}")
         time.sleep(POLL_S)
@@ -213,9 +213,9 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         problem, alert = row.problem, row.alert
         rule = f" ({alert.words})" if alert.words else ""
-        said = row.why.words or row.page.words
+        words = row.command.words or row.page.words
         lines.append(
-            f"| {problem.name} | `{problem.code}` | {said} | {_seconds(row.page)} | {_seconds(alert)}{rule} | {_seconds(row.why)} |"
+            f"| {problem.name} | `{problem.code}` | {words} | {_seconds(row.page)} | {_seconds(alert)}{rule} | {_seconds(row.command)} |"
         )
     return "\n".join(lines)
 
