@@ -4,11 +4,11 @@
     pip install pandas psutil                           # Calculon imports them
     python -m validation.calculon path/to/calculon [--json]
 
-Calculon (Isaev et al., SC'23, arXiv 2305.18176) knows dense models with plain multi-head attention and a two-matrix
+Calculon (Isaev et al., SC'23, arXiv 2305.18176) supports dense models with plain multi-head attention and a two-matrix
 feed-forward layer on an A100 or H100, tensor, pipeline and data parallelism, ZeRO-1, and full or attention-only recomputation.
 Both get the same rows and the same layouts, and both the same treatment: raw, and after one factor for the software stack that
-is fitted on other models' runs. Where a row leaves the layout open, Calculon gets what our planner filled in. Its system files
-are taken as they are, but for the network between nodes, which is set to what the row's machines have.
+is fitted on other models' runs. If a row leaves the layout open, Calculon gets the values that our planner filled in. Its system files
+are taken as they are, except the network between nodes, which is set to that of the row's machines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pair:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the comparison and prints it."""
+    """Run the comparison and print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,22 +70,22 @@ class CalculonRefusalError(Exception):
 
 
 def expressible(outcome: Outcome) -> bool:
-    """True if Calculon can express the row's model, machines and layout."""
+    """Return True if Calculon can express the row's model, machines and layout."""
     assert outcome.setup is not None
     assert outcome.estimate is not None
     model, layout = outcome.setup.job.workload.model, outcome.estimate.layout
     plain = model.moe is None and model.mla is None and model.ffn == "gelu" and model.kv_heads == model.heads
-    known = (
+    has_names = (
         outcome.setup.job.cluster.accelerator.key in _SYSTEMS
         and outcome.estimate.layout.recompute in _RECOMPUTE
     )
     wide = layout.precision in ("bf16", "fp16") and layout.zero <= 1 and layout.context == 1
     divided = model.layers % (layout.pipeline * layout.stages_per_rank) == 0
-    return plain and known and wide and divided
+    return plain and has_names and wide and divided
 
 
 def calculon_s(checkout: Path, outcome: Outcome) -> float:
-    """Calculon's seconds of the row's step. Raises ``CalculonRefusalError``."""
+    """Return Calculon's seconds of the row's step. Raises ``CalculonRefusalError``."""
     import calculon.llm as calculon_llm  # type: ignore[import-not-found]
     from calculon.system import System  # type: ignore[import-not-found]
 
@@ -94,7 +94,7 @@ def calculon_s(checkout: Path, outcome: Outcome) -> float:
     logger.disabled = True
     machine = outcome.setup.job.cluster
     description = json.loads((checkout / "systems" / _SYSTEMS[machine.accelerator.key]).read_text())
-    description["mem1"]["GiB"] = 10_000  # what fits is another question
+    description["mem1"]["GiB"] = 10_000  # the fit in memory is not compared
     description["networks"][1]["bandwidth"] = machine.fabric.bytes_per_s.value / 1e9
     try:
         model = calculon_llm.Llm(calculon_llm.Llm.Application(application(outcome)), logger)
@@ -107,7 +107,7 @@ def calculon_s(checkout: Path, outcome: Outcome) -> float:
 
 
 def application(outcome: Outcome) -> dict[str, int]:
-    """The model as Calculon describes it."""
+    """Return the model in Calculon's terms."""
     assert outcome.setup is not None
     work = outcome.setup.job.workload
     model = work.model
@@ -122,7 +122,7 @@ def application(outcome: Outcome) -> dict[str, int]:
 
 
 def execution_of(outcome: Outcome, description: dict[str, Any]) -> dict[str, object]:
-    """The layout as Calculon describes it."""
+    """Return the layout in Calculon's terms."""
     assert outcome.estimate is not None
     assert outcome.setup is not None
     layout = outcome.estimate.layout
@@ -157,7 +157,7 @@ def execution_of(outcome: Outcome, description: dict[str, Any]) -> dict[str, obj
 
 
 def compared(pairs: Sequence[Pair]) -> list[dict[str, object]]:
-    """Errors of both, by family and over all."""
+    """Return errors of both, by family and over all."""
     families: dict[str, list[Pair]] = {}
     for pair in pairs:
         families.setdefault(pair.outcome.run.family, []).append(pair)
@@ -173,7 +173,7 @@ def compared(pairs: Sequence[Pair]) -> list[dict[str, object]]:
 
 
 def ratio_of(pair: Pair) -> float:
-    """Measured over Calculon's time."""
+    """Return measured over Calculon's time."""
     assert pair.outcome.time is not None
     return pair.outcome.time.measured_s / pair.calculon_s
 
@@ -181,22 +181,22 @@ def ratio_of(pair: Pair) -> float:
 def summary(
     name: str, members: Sequence[Pair], ours: dict[str, CalibrationPoint], theirs: dict[str, CalibrationPoint]
 ) -> dict[str, object]:
-    """One line of the table: both tools, raw and with a factor fitted on the other models of the same rows."""
+    """Return one line of the table: both tools, raw and with a factor fitted on the other models of the same rows."""
     line: dict[str, object] = {"family": name, "rows": len(members)}
     for tool, points in (("planner", ours), ("calculon", theirs)):
-        known = [points[pair.outcome.run.id] for pair in members]
-        raw = errors(1 / point.ratio - 1 for point in known)
-        scaled = errors(scalar_for(point, points.values()).value / point.ratio - 1 for point in known)
+        fitted = [points[pair.outcome.run.id] for pair in members]
+        raw = errors(1 / point.ratio - 1 for point in fitted)
+        scaled = errors(scalar_for(point, points.values()).value / point.ratio - 1 for point in fitted)
         line |= {tool: _values(raw), f"{tool}_with_factor": _values(scaled)}
     return line
 
 
-def _values(found: Errors | None) -> dict[str, float]:
-    return {"median": found.median, "worst": found.worst, "bias": found.bias} if found else {}
+def _values(summary: Errors | None) -> dict[str, float]:
+    return {"median": summary.median, "worst": summary.worst, "bias": summary.bias} if summary else {}
 
 
 def show(table: Sequence[dict[str, Any]], refused: Sequence[tuple[str, str]]) -> None:
-    """Prints the table."""
+    """Print the table."""
     print("median |predicted / measured - 1| (worst)".rjust(100))
     print(f"{'family':50} {'rows':>4}  {'planner':>16} {'+ factor':>16} {'Calculon':>16} {'+ factor':>16}")
     for line in table:

@@ -1,4 +1,4 @@
-"""``python -m validation``: predictions of the planner beside what published runs measured."""
+"""``python -m validation``: predictions of the planner beside measurements of published runs."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def command(table: Path | None, as_json: bool, report: Path | None, learning: bo
     """Compare the planner's predictions with published runs, row by row.
 
     TABLE is a CSV file, by default validation/data/published_runs.csv. Its columns are the fields of
-    validation.runs.PublishedRun, which says what each means. What a row does not state may be left blank; a row that
-    says too little is listed with the reason.
+    validation.runs.PublishedRun, which documents each. Columns that a row does not state may be left blank; a row that
+    states too little is listed with the reason.
 
     \b
       python -m validation
@@ -57,23 +57,23 @@ def command(table: Path | None, as_json: bool, report: Path | None, learning: bo
         rows = read_published() if table is None else read_published(table)
     except PublishedRunError as error:
         raise click.UsageError(str(error)) from error
-    found = _validated(rows, quiet=as_json)
+    validation = _validated(rows, quiet=as_json)
     if learning:
-        _learn(found)
+        _learn(validation)
     if as_json:
-        click.echo(json.dumps(validation_facts(found)))
+        click.echo(json.dumps(validation_facts(validation)))
     else:
-        _print(found)
+        _print(validation)
     if report is not None:
         judged = read_judged() if table is None else ()
-        report.write_text(document(found, judged, date.today().isoformat()), encoding="utf-8")
+        report.write_text(document(validation, judged, date.today().isoformat()), encoding="utf-8")
         click.echo(f"wrote {report}", err=True)
 
 
-def _learn(found: Validation) -> None:
-    """Writes what is left over of every row, and the table of factors and bands that comes with the package."""
-    unseen = [unseen_outcome_of(outcome.run) for outcome in found.outcomes]
-    rows = judged_rows(found.outcomes, unseen)
+def _learn(validation: Validation) -> None:
+    """Write the residuals of every row, and the table of factors and bands that comes with the package."""
+    unseen = [unseen_outcome_of(outcome.run) for outcome in validation.outcomes]
+    rows = judged_rows(validation.outcomes, unseen)
     write_judged(rows)
     learned = with_coverage(learn(rows), left_out(rows))
     LEARNED.write_bytes(msgspec.json.format(msgspec.json.encode(learned), indent=1) + b"\n")
@@ -85,30 +85,30 @@ def _validated(rows: Sequence[PublishedRun], *, quiet: bool) -> Validation:
         if not quiet and done % 25 == 0:
             click.echo(f"\r{done} of {total} rows", nl=False, err=True)
 
-    found = validate(rows, progress=progress)
+    validation = validate(rows, progress=progress)
     if not quiet:
         click.echo("\r", nl=False, err=True)
-    return found
+    return validation
 
 
-def validation_facts(found: Validation) -> dict[str, Any]:
-    """Plain values: a row each, and summaries; the keys are stable."""
+def validation_facts(validation: Validation) -> dict[str, Any]:
+    """Return plain values: each row, and summaries; the keys are stable."""
     return {
-        "rows": [row_facts(outcome) for outcome in found.outcomes],
+        "rows": [row_facts(outcome) for outcome in validation.outcomes],
         "summary": {
-            "all": summary(found.outcomes),
-            "dense": summary(found.timed(mixture=False)),
-            "mixture": summary(found.timed(mixture=True)),
+            "all": summary(validation.outcomes),
+            "dense": summary(validation.timed(mixture=False)),
+            "mixture": summary(validation.timed(mixture=True)),
         },
-        "families": {name: summary(members) for name, members in found.families().items()},
-        "sweeps": [dataclasses.asdict(sweep) for sweep in found.sweeps],
-        "fits": dataclasses.asdict(found.fits),
-        "scalars": {name: dataclasses.asdict(scalar) for name, scalar in found.scalars.items()},
+        "families": {name: summary(members) for name, members in validation.families().items()},
+        "sweeps": [dataclasses.asdict(sweep) for sweep in validation.sweeps],
+        "fits": dataclasses.asdict(validation.fits),
+        "scalars": {name: dataclasses.asdict(scalar) for name, scalar in validation.scalars.items()},
     }
 
 
 def row_facts(outcome: Outcome) -> dict[str, Any]:
-    """One row: predicted, measured, errors, or why it was left out."""
+    """Return one row: predicted, measured, errors, or the reason why it was left out."""
     run, time, memory = outcome.run, outcome.time, outcome.memory
     return {
         "id": run.id,
@@ -131,7 +131,7 @@ def row_facts(outcome: Outcome) -> dict[str, Any]:
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Counts and errors of some rows."""
+    """Return counts and errors of some rows."""
     kinds = {
         "time": errors(o.time.error for o in outcomes if o.time),
         "scaled_time": errors(o.time.scaled_error for o in outcomes if o.time),
@@ -140,11 +140,11 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "rows": len(outcomes),
         "excluded": sum(bool(outcome.excluded) for outcome in outcomes),
-        **{name: dataclasses.asdict(found) if found else None for name, found in kinds.items()},
+        **{name: dataclasses.asdict(stats) if stats else None for name, stats in kinds.items()},
     }
 
 
-def _print(found: Validation) -> None:
+def _print(validation: Validation) -> None:
     console = Console(highlight=False)
     table = Table(
         title="Predicted over measured, less one: median of absolute values, and worst", title_justify="left"
@@ -152,28 +152,28 @@ def _print(found: Validation) -> None:
     for column in ("family", "rows", "excluded", "time", "worst", "with factor", "worst", "memory", "worst"):
         table.add_column(column, justify="left" if column == "family" else "right")
     groups = {
-        "all": found.outcomes,
-        "dense": found.timed(mixture=False),
-        "mixture": found.timed(mixture=True),
+        "all": validation.outcomes,
+        "dense": validation.timed(mixture=False),
+        "mixture": validation.timed(mixture=True),
     }
-    for name, members in {**found.families(), **groups}.items():
+    for name, members in {**validation.families(), **groups}.items():
         facts = summary(members)
         cells = [part for kind in ("time", "scaled_time", "memory") for part in _cells(facts[kind])]
         table.add_row(
             name, str(facts["rows"]), str(facts["excluded"]), *cells, style="bold" if name in groups else None
         )
     console.print(table)
-    fits = found.fits
+    fits = validation.fits
     console.print(
         f"ran out of memory: {fits.ran_out_predicted} of {fits.ran_out} predicted; "
         f"ran: {fits.ran_predicted} of {fits.ran} predicted"
     )
-    for sweep in found.sweeps:
+    for sweep in validation.sweeps:
         console.print(
             f"{sweep.name}: {sweep.layouts} layouts, regret {sweep.regret:.1%} (at random {sweep.mean_regret:.1%}), "
             f"tau {sweep.tau:.2f}"
         )
 
 
-def _cells(found: dict[str, Any] | None) -> tuple[str, str]:
-    return (f"{found['median']:.1%}", f"{found['worst']:+.1%}") if found else ("-", "-")
+def _cells(facts: dict[str, Any] | None) -> tuple[str, str]:
+    return (f"{facts['median']:.1%}", f"{facts['worst']:+.1%}") if facts else ("-", "-")

@@ -2,9 +2,9 @@
 
 Each row of a table of published runs becomes an estimate of the same model, layout and machines. Time is judged raw, with no
 end-to-end measurement used at all, and after one factor for the software stack fitted on other models' runs
-(``validation.factors``). Memory is judged where a source says what it measured, and every run that ran out of memory,
-or did not, is a fact that the planner must reproduce. Where one model was run in several layouts on the same machines, what
-counts is the decision: how much slower than the best measured layout is the one that the planner would have chosen (its
+(``validation.factors``). Memory is judged if a source names the quantity that it measured, and every run that ran out of memory,
+or did not, is a fact that the planner must reproduce. If one model was run in several layouts on the same machines, the
+decision is judged: how much slower than the best measured layout is the one that the planner would have chosen (its
 *regret*), and how far the two orders agree (Kendall's tau; Kendall, Biometrika 30, 1938). The planner chooses as ``phalanx plan``
 does: among layouts that it predicts to fit, by time, one with room in memory before one without that is hardly faster.
 """
@@ -32,7 +32,7 @@ MemoryBasis = Literal["allocated", "reserved", "device", "peak, not said of what
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory that a row states, and the same quantity as predicted; bytes of the rank that holds most."""
+    """Memory that a row states, and the same quantity as predicted; bytes of the fullest rank."""
 
     measured_bytes: float
     predicted_bytes: float
@@ -51,7 +51,7 @@ class Time:
 
     measured_s: float
     how: str
-    """Column and convention that the measured time was derived from."""
+    """Column and convention from which the measured time was derived."""
     predicted_s: float
     terms: Mapping[str, float]
     """The prediction in seconds by term."""
@@ -71,7 +71,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One row: predicted, measured, or why it was left out."""
+    """One row: predicted, measured, or the reason why it was left out."""
 
     run: PublishedRun
     excluded: str = ""
@@ -124,7 +124,7 @@ class Sweep:
     regret: float
     """Measured time of the planner's choice over the best measured, less one."""
     regret_by_time: float
-    """The same had it chosen by time alone, whether its choice is predicted to fit or not."""
+    """Regret of a choice by time alone, without regard to memory."""
     mean_regret: float
     """Expected regret of a choice at random."""
     tau: float
@@ -132,7 +132,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Fits:
-    """Predictions of what fits and what does not."""
+    """Predictions of runs that fit in memory and of runs that do not."""
 
     ran_out: int
     """Rows that report running out of memory."""
@@ -155,14 +155,14 @@ class Validation:
     """The factors of all stacks, from all rows."""
 
     def timed(self, *, mixture: bool | None = None) -> tuple[Outcome, ...]:
-        """The rows with a time; all, or mixtures of experts, or dense models."""
+        """Return the rows with a time; all, or mixtures of experts, or dense models."""
         chosen = (outcome for outcome in self.outcomes if outcome.time)
         return tuple(outcome for outcome in chosen if mixture in (None, outcome.run.mixture))
 
     def halves(self) -> tuple[Errors | None, Errors | None]:
-        """Errors of each half of the models with factors that were fitted on the other half alone."""
+        """Return errors of each half of the models with factors that were fitted on the other half alone."""
         timed = [(outcome.time, outcome.point) for outcome in self.outcomes if outcome.time and outcome.point]
-        found = []
+        halves = []
         for half in (0, 1):
             fitted = [point for _, point in timed if _half(point) != half]
             scaled = (
@@ -170,15 +170,15 @@ class Validation:
                 for time, point in timed
                 if _half(point) == half
             )
-            found.append(errors(scaled))
-        return found[0], found[1]
+            halves.append(errors(scaled))
+        return halves[0], halves[1]
 
     def families(self) -> dict[str, tuple[Outcome, ...]]:
-        """The rows by family."""
-        found: dict[str, list[Outcome]] = {}
+        """Return the rows by family."""
+        by_family: dict[str, list[Outcome]] = {}
         for outcome in self.outcomes:
-            found.setdefault(outcome.run.family, []).append(outcome)
-        return {name: tuple(members) for name, members in sorted(found.items())}
+            by_family.setdefault(outcome.run.family, []).append(outcome)
+        return {name: tuple(members) for name, members in sorted(by_family.items())}
 
 
 def validate(
@@ -187,31 +187,29 @@ def validate(
     calibration: Sequence[PublishedRun] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Validation:
-    """Compares predictions with ``rows``.
+    """Compare predictions with ``rows``.
 
     Args:
-        rows: What to predict.
+        rows: Runs to predict.
         calibration: Further runs that factors may be fitted on, beside other rows of ``rows``; by default, those of the
-            repository's table. ``validation.factors`` says which runs a row's factor may be fitted on.
+            repository's table. ``validation.factors`` has the rule for runs on which a row's factor may be fitted.
         progress: Called with the number of rows done and their total.
     """
-    known = {row.id for row in rows}
-    further = [
-        row for row in (read_published() if calibration is None else calibration) if row.id not in known
-    ]
+    ids = {row.id for row in rows}
+    further = [row for row in (read_published() if calibration is None else calibration) if row.id not in ids]
     total = len(rows) + len(further)
-    found: list[Outcome] = []
+    raw: list[Outcome] = []
     for row in (*rows, *further):
-        found.append(outcome_of(row))
+        raw.append(outcome_of(row))
         if progress is not None:
-            progress(len(found), total)
-    points = [point for point in (outcome.point for outcome in found) if point is not None]
-    outcomes = tuple(_scaled(outcome, points) for outcome in found[: len(rows)])
+            progress(len(raw), total)
+    points = [point for point in (outcome.point for outcome in raw) if point is not None]
+    outcomes = tuple(_scaled(outcome, points) for outcome in raw[: len(rows)])
     return Validation(outcomes, tuple(sweeps(outcomes)), fits(outcomes), scalars(points))
 
 
 def outcome_of(run: PublishedRun, trained: RunSoftware | None = None) -> Outcome:
-    """The planner's estimate of one row beside what was measured, by its own software unless another is given.
+    """Return the planner's estimate of one row beside its measurement, by its own software unless ``trained`` is another.
 
     The stack's factor is not applied.
     """
@@ -220,33 +218,33 @@ def outcome_of(run: PublishedRun, trained: RunSoftware | None = None) -> Outcome
         work = setup.job.workload
         counts = counts_of(work.model, work.seq_len)
         accelerator = setup.job.cluster.accelerator
-        measured = partial(measured_step, run, work.model, counts, work.batch, work.seq_len, accelerator)
-        found = None if run.ran_out_of_memory or (run.memory_gb and not run.timed) else measured()
+        measure = partial(measured_step, run, work.model, counts, work.batch, work.seq_len, accelerator)
+        measured = None if run.ran_out_of_memory or (run.memory_gb and not run.timed) else measure()
         estimate = _estimate(setup)
     except Excluded as reason:
         return Outcome(run, excluded=str(reason))
     except (ValueError, ArithmeticError) as error:
         return Outcome(run, excluded=f"the planner cannot express it: {error}")
-    time = Time(found.step_s, found.how, estimate.step_s, estimate.time) if found else None
-    # What is held depends on micro-batch and recomputation more than on anything: without them there is nothing to compare.
+    time = Time(measured.step_s, measured.how, estimate.step_s, estimate.time) if measured else None
+    # Memory depends mostly on micro-batch and recomputation: without them the figures are not comparable.
     memory = _memory(run, estimate) if len(setup.choices) == 1 else None
     return Outcome(run, "", setup, estimate, time, memory)
 
 
 def unseen_outcome_of(run: PublishedRun) -> Outcome:
-    """``outcome_of`` with the row's software as one that the planner has not seen."""
+    """Return ``outcome_of`` with the row's software as one that the planner has not seen."""
     return outcome_of(run, unseen_software_of_run(run))
 
 
 def _estimate(setup: Setup) -> Estimate:
-    """Estimate of the fastest choice that fits; if none does, of the one that needs least memory."""
+    """Return the estimate of the fastest choice that fits; if none does, of the one that needs least memory."""
     if len(setup.choices) > 1:
         quick = estimates(setup.job, setup.choices, exact=False)
-        fitting = [found for found in quick if found.fits]
+        fitting = [candidate for candidate in quick if candidate.fits]
         best = (
-            min(fitting, key=lambda found: found.step_s)
+            min(fitting, key=lambda candidate: candidate.step_s)
             if fitting
-            else min(quick, key=lambda found: found.memory_bytes)
+            else min(quick, key=lambda candidate: candidate.memory_bytes)
         )
         choice = best.layout
     else:
@@ -258,7 +256,7 @@ _UNIT_BYTES = {"GB": 1e9, "GiB": 2.0**30, "1000 MiB": 1000 * 2.0**20}
 
 
 def _memory(run: PublishedRun, estimate: Estimate) -> Memory | None:
-    """Compares what the row's meter read with the same quantity of the prediction."""
+    """Compare the reading of the row's meter with the same quantity of the prediction."""
     if not run.memory_gb:
         return None
     measured = run.memory_gb * _UNIT_BYTES[run.memory_unit]
@@ -277,21 +275,21 @@ def _scaled(outcome: Outcome, points: Sequence[CalibrationPoint]) -> Outcome:
 
 
 def _half(point: CalibrationPoint) -> int:
-    """Which half of the models a run is in: fixed by the names, so that nobody chooses."""
+    """Return the half of the models that a run is in: fixed by the names, so that it is no choice."""
     return crc32(f"{point.model} {point.accelerator}".encode()) % 2
 
 
 def errors(values: Iterable[float]) -> Errors | None:
-    """The summary of relative errors; ``None`` of nothing."""
-    found = list(values)
-    if not found:
+    """Return the summary of relative errors; ``None`` if there are none."""
+    listed = list(values)
+    if not listed:
         return None
-    return Errors(len(found), median(map(abs, found)), max(found, key=abs), median(found))
+    return Errors(len(listed), median(map(abs, listed)), max(listed, key=abs), median(listed))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Step and memory of one layout as they were predicted, by which it is chosen or not."""
+    """Predicted step and memory of one layout, by which it is chosen."""
 
     step_s: float
     memory_bytes: float
@@ -299,9 +297,9 @@ class Prediction:
 
 
 def sweeps(outcomes: Sequence[Outcome], predicted: Mapping[str, Prediction] | None = None) -> list[Sweep]:
-    """Rows that differ in nothing but their layout, where there are several layouts.
+    """Return sweeps of rows that differ only in their layout, for several layouts.
 
-    The choice is by what was predicted, or by ``predicted``, other predictions by the row's name. A factor of the
+    The choice is by the rows' own predictions, or by ``predicted``, other predictions by the row's name. A factor of the
     software changes no choice, since it is the same for all layouts of one model on the same machines.
     """
     groups: dict[tuple[object, ...], list[Outcome]] = {}
@@ -316,7 +314,7 @@ def sweeps(outcomes: Sequence[Outcome], predicted: Mapping[str, Prediction] | No
 
 
 def _question(outcome: Outcome) -> tuple[object, ...]:
-    """Key of rows that differ in their layouts alone: model, machines, work, software and source."""
+    """Return the key of rows that differ in their layouts alone: model, machines, work, software and source."""
     run = outcome.run
     assert outcome.setup is not None, "a row with a time has a setup"
     shape = (run.layers, run.hidden, run.heads, run.ffn, run.experts, run.seq_len)
@@ -333,9 +331,9 @@ def _sweep(members: Sequence[Outcome], predicted: Mapping[str, Prediction]) -> S
     measured: dict[PlannedLayout, list[tuple[float, Prediction]]] = {}
     for member in members:
         if member.time is not None:
-            found = predicted.get(member.run.id) or _prediction(member)
-            measured.setdefault(_answer(member), []).append((member.time.measured_s, found))
-    # A layout that was measured more than once is one layout, and its best time is what it can do.
+            prediction = predicted.get(member.run.id) or _prediction(member)
+            measured.setdefault(_answer(member), []).append((member.time.measured_s, prediction))
+    # A layout that was measured more than once counts once, with its best time.
     pairs = [(min(time for time, _ in times), times[0][1]) for times in measured.values()]
     best = min(time for time, _ in pairs)
     quickest = min(pairs, key=lambda pair: pair[1].step_s)
@@ -347,7 +345,7 @@ def _sweep(members: Sequence[Outcome], predicted: Mapping[str, Prediction]) -> S
         regret=_chosen(pairs) / best - 1,
         regret_by_time=quickest[0] / best - 1,
         mean_regret=fmean(time for time, _ in pairs) / best - 1,
-        tau=kendall_tau([(time, found.step_s) for time, found in pairs]),
+        tau=kendall_tau([(time, prediction.step_s) for time, prediction in pairs]),
     )
 
 
@@ -360,16 +358,18 @@ def _prediction(outcome: Outcome) -> Prediction:
 
 
 def _chosen(pairs: Sequence[tuple[float, Prediction]]) -> float:
-    """Measured time of the layout that ``phalanx plan`` would choose; of all, where none is predicted to fit."""
-    found = sorted((prediction.step_s, place) for place, (_, prediction) in enumerate(pairs))
-    ranked = [pairs[place] for _, place in found]
+    """Return the measured time of the layout that ``phalanx plan`` would choose; of all, if none is predicted to fit."""
+    order = sorted((prediction.step_s, place) for place, (_, prediction) in enumerate(pairs))
+    ranked = [pairs[place] for _, place in order]
     fitting = [pair for pair in ranked if free_share(pair[1]) >= 0] or ranked
-    first, *_ = with_room_first([prediction for _, prediction in fitting], lambda one: one.step_s)
+    first, *_ = with_room_first(
+        [prediction for _, prediction in fitting], lambda prediction: prediction.step_s
+    )
     return next(time for time, prediction in fitting if prediction is first)
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Concordant less discordant pairs, over all pairs that differ in the first; 1 is the same order, -1 the reverse."""
+    """Return concordant less discordant pairs, over all pairs that differ in the first; 1 is the same order, -1 the reverse."""
     agree = [
         (first[0] - second[0]) * (first[1] - second[1])
         for first, second in combinations(pairs, 2)
@@ -380,7 +380,7 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def fits(outcomes: Sequence[Outcome]) -> Fits:
-    """Counts of runs that ran and are predicted to fit, and of runs that did not fit and are predicted not to."""
+    """Count runs that ran and are predicted to fit, and runs that did not fit and are predicted not to."""
     used = [outcome for outcome in outcomes if outcome.estimate is not None]
     out = [outcome for outcome in used if outcome.run.ran_out_of_memory]
     ran = [outcome for outcome in used if not outcome.run.ran_out_of_memory]

@@ -1,6 +1,6 @@
 """The accuracy document, ``docs/evidence/planner-accuracy.md``, from the results of a comparison.
 
-The document is written from the comparison alone, goals that are missed included: nothing in it is typed by hand.
+The document is written from the comparison alone, with the missed goals: no figure in it is typed by hand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Goal:
     name: str
     limit: float
     reached: float | None
-    """``None`` where there is nothing to judge it by."""
+    """``None`` if no row judges it."""
 
     @property
     def met(self) -> bool:
@@ -34,11 +34,11 @@ class Goal:
 
 
 def goals(validation: Validation, judged: Sequence[Judged] = ()) -> tuple[Goal, ...]:
-    """The goals of accuracy, and what was reached; without rows as they were ``judged``, nothing that is about unseen software."""
+    """Return the goals of accuracy with the reached figures; goals for unseen software only with ``judged`` rows."""
     raw, _ = _times(validation.timed())
     dense, mixtures = (_times(validation.timed(mixture=mixture))[1] for mixture in (False, True))
     stated = [outcome.memory for outcome in validation.outcomes if outcome.memory is not None]
-    memory = errors(held.error for held in stated if held.basis != "peak, not said of what")
+    memory = errors(memory.error for memory in stated if memory.basis != "peak, not said of what")
     worst = [_times(members)[1] for members in validation.families().values()]
     regrets = [sweep.regret for sweep in validation.sweeps]
     return (
@@ -57,29 +57,29 @@ def goals(validation: Validation, judged: Sequence[Judged] = ()) -> tuple[Goal, 
 
 
 def _goals_of_unseen_software(validation: Validation, judged: Sequence[Judged]) -> Iterable[Goal]:
-    found = left_out(judged)
-    never = errors(one.error for one in found if one.kind == "never")
+    predictions = left_out(judged)
+    never = errors(run.error for run in predictions if run.kind == "never")
     regrets = [sweep.regret for sweep in _unseen_sweeps(validation, judged)]
     yield Goal("time, median, software left out, with its kind's bias", 0.12, _median(never))
     for kind in KINDS:
-        held = coverage([one for one in found if one.kind == kind], 0.1)
-        yield Goal(f"80 % bands, software left out, {kind}: off by", 0.05, abs(held - 0.8))
+        share = coverage([run for run in predictions if run.kind == kind], 0.1)
+        yield Goal(f"80 % bands, software left out, {kind}: off by", 0.05, abs(share - 0.8))
     yield Goal("regret of decisions of software left out, mean", 0.04, fmean(regrets) if regrets else None)
 
 
 def _unseen_sweeps(validation: Validation, judged: Sequence[Judged]) -> list[Sweep]:
-    """The decisions as they are made for software that the planner has not seen."""
-    known = {one.run: one for one in judged}
+    """Return the decisions as they are made for software that the planner has not seen."""
+    rows = {row.run: row for row in judged}
     predicted = {
         outcome.run.id: Prediction(
-            outcome.time.measured_s / one.unseen_ratio,
-            (1 - one.unseen_free) * outcome.estimate.capacity_bytes,
+            outcome.time.measured_s / row.unseen_ratio,
+            (1 - row.unseen_free) * outcome.estimate.capacity_bytes,
             outcome.estimate.capacity_bytes,
         )
         for outcome in validation.outcomes
         if outcome.time is not None
         and outcome.estimate is not None
-        and (one := known.get(outcome.run.id)) is not None
+        and (row := rows.get(outcome.run.id)) is not None
     }
     return sweeps(validation.outcomes, predicted)
 
@@ -89,13 +89,13 @@ def _median(summary: Errors | None) -> float | None:
 
 
 def _times(outcomes: Iterable[Outcome]) -> tuple[Errors | None, Errors | None]:
-    """Raw and with the factor."""
+    """Return errors of time, raw and with the factor."""
     times = [outcome.time for outcome in outcomes if outcome.time is not None]
     return errors(time.error for time in times), errors(time.scaled_error for time in times)
 
 
 def document(validation: Validation, judged: Sequence[Judged] = (), day: str = "an unknown day") -> str:
-    """``docs/evidence/planner-accuracy.md``, made on ``day``; with the rows as they were ``judged`` for bands, how honest these are."""
+    """Return ``docs/evidence/planner-accuracy.md``, made on ``day``; with ``judged`` rows also the coverage of bands."""
     parts = (
         _INTRODUCTION.replace("DAY", day),
         _goals_part(validation, judged),
@@ -132,13 +132,13 @@ Made on DAY by `python -m validation --report docs/evidence/planner-accuracy.md`
 
 
 def _bands_part(judged: Sequence[Judged]) -> str:
-    found = left_out(judged)
+    predictions = left_out(judged)
     rows = []
     for kind in KINDS:
         for mixture in (False, True):
-            these = [one for one in found if (one.kind, one.judged.mixture) == (kind, mixture)]
+            these = [run for run in predictions if (run.kind, run.judged.mixture) == (kind, mixture)]
             rows.append((kind, "mixtures" if mixture else "dense", *_left_cells(these), *_by_program(these)))
-        every = [one for one in found if one.kind == kind]
+        every = [run for run in predictions if run.kind == kind]
         rows.append((kind, "all", *_left_cells(every), *_by_program(every)))
     text = """## Bands
 
@@ -156,17 +156,19 @@ alike, and by 4 to 8 with five programs; with one vote a program by 2 and 5 (`te
     )
 
 
-def _by_program(found: Sequence[LeftOut]) -> tuple[str, ...]:
-    return tuple(f"{program_coverage(found, level):.0%}" for level in (0.1, 0.05)) if found else ("", "")
+def _by_program(predictions: Sequence[LeftOut]) -> tuple[str, ...]:
+    if not predictions:
+        return "", ""
+    return tuple(f"{program_coverage(predictions, level):.0%}" for level in (0.1, 0.05))
 
 
 def _sources_part(judged: Sequence[Judged]) -> str:
     sources = left_out_sources(judged)
     rows = [
-        (name, ", ".join(sorted({one.kind for one in found})), *_left_cells(found)[:-1])
-        for name, found in sources.items()
+        (name, ", ".join(sorted({run.kind for run in runs})), *_left_cells(runs)[:-1])
+        for name, runs in sources.items()
     ]
-    every = [one for found in sources.values() for one in found]
+    every = [run for runs in sources.values() for run in runs]
     rows.append(("all", "", *_left_cells(every)[:-1]))
     text = """## By left-out source
 
@@ -180,17 +182,17 @@ those of the evidence that is left. What is known of a software's habits counts 
 _LEFT_OUT = ("n", "median error", "bias", "80 % band holds", "90 % band holds")
 
 
-def _left_cells(found: Sequence[LeftOut]) -> tuple[str, ...]:
-    summary = errors(one.error for one in found)
+def _left_cells(predictions: Sequence[LeftOut]) -> tuple[str, ...]:
+    summary = errors(run.error for run in predictions)
     if summary is None:
         return ("0", "", "", "", "", "0")
     return (
         str(summary.count),
         f"{summary.median:.1%}",
         f"{summary.bias:+.1%}",
-        f"{coverage(found, 0.1):.0%}",
-        f"{coverage(found, 0.05):.0%}",
-        str(len({one.judged.software for one in found})),
+        f"{coverage(predictions, 0.1):.0%}",
+        f"{coverage(predictions, 0.05):.0%}",
+        str(len({run.judged.software for run in predictions})),
     )
 
 
@@ -213,13 +215,13 @@ _BESIDE_GOALS = """Goals that are missed are bold. How the planner does on rows 
 
 
 def _split_part(validation: Validation) -> str:
-    whole = [outcome for outcome in validation.outcomes if outcome.complete]
+    complete = [outcome for outcome in validation.outcomes if outcome.complete]
     first, second = validation.halves()
     groups = [
         ("all", *_times(validation.timed())),
         ("dense", *_times(validation.timed(mixture=False))),
         ("mixtures", *_times(validation.timed(mixture=True))),
-        ("rows that leave nothing open", *_times(whole)),
+        ("rows that leave nothing open", *_times(complete)),
     ]
     rows: list[tuple[str, ...]] = [(name, *_cells(raw), *_cells(scaled)[1:]) for name, raw, scaled in groups]
     for name, half in (("first", first), ("second", second)):
@@ -306,13 +308,13 @@ def _sweeps_part(validation: Validation, judged: Sequence[Judged]) -> str:
 
 
 def _mean_regrets(pairs: Sequence[tuple[Sweep, Sweep]]) -> tuple[float, ...]:
-    """Mean regret of choices, of choices with the software left out, of both by time alone, and at random."""
+    """Return the mean regret of choices, of choices with the software left out, of both by time alone, and at random."""
     return (
-        fmean(known.regret for known, _ in pairs),
+        fmean(seen.regret for seen, _ in pairs),
         fmean(unseen.regret for _, unseen in pairs),
-        fmean(known.regret_by_time for known, _ in pairs),
+        fmean(seen.regret_by_time for seen, _ in pairs),
         fmean(unseen.regret_by_time for _, unseen in pairs),
-        fmean(known.mean_regret for known, _ in pairs),
+        fmean(seen.mean_regret for seen, _ in pairs),
     )
 
 
@@ -356,7 +358,7 @@ def _rows_part(validation: Validation) -> str:
             if time
             else ("",) * 4
         )
-        held = (
+        memory_cells = (
             (
                 f"{memory.measured_bytes / 1e9:.1f}",
                 f"{memory.predicted_bytes / 1e9:.1f}",
@@ -366,7 +368,7 @@ def _rows_part(validation: Validation) -> str:
             if memory
             else ("",) * 4
         )
-        rows.append((name, *timed, *held))
+        rows.append((name, *timed, *memory_cells))
     header = (
         "row",
         "step, s",

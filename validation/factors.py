@@ -1,11 +1,11 @@
 """Calibration factors: measured over predicted time, one for each software on each generation of accelerators.
 
-Formulas know the machine; they do not know that a library waits for the host, fuses less than it could, or hides more than
-is usual. One factor takes up what is common to all runs of a stack: the median of measured over predicted time, of dense models
-and of mixtures of experts apart, which exercise other code. A factor says nothing if it was fitted on the runs that it is then
-tried on, so ``scalar_for`` leaves out every run of the same model on the same accelerator: what remains is what one would have
-known before that model was trained there. (A stack of which only one model is known is the exception: there its other
-configurations have to do, and ``Scalar.scope`` says so.) A factor from few models is drawn towards one, as if ``PRIOR`` more
+Formulas model the machine; they do not model that a library waits for the host, fuses less than it could, or hides more than
+is usual. One factor holds the common part of all runs of a stack: the median of measured over predicted time, of dense models
+and of mixtures of experts apart, which exercise other code. A factor is no evidence if it was fitted on the runs that it is then
+tried on, so ``scalar_for`` leaves out every run of the same model on the same accelerator: the other runs were known
+before that model was trained there. (The exception is a stack with one model only: then its other
+configurations count, and ``Scalar.scope`` states it.) A factor from few models is drawn towards one, as if ``PRIOR`` more
 models had been predicted rightly.
 """
 
@@ -61,7 +61,7 @@ NO_SCALAR = Scalar(1.0, 0, 0, "none")
 
 
 def scalar_for(run: CalibrationPoint, points: Iterable[CalibrationPoint]) -> Scalar:
-    """The factor for ``run``, from those of ``points`` that are independent of it.
+    """Return the factor for ``run``, from those of ``points`` that are independent of it.
 
     From runs of the same software on the same generation of accelerators; if there are none, from the same software elsewhere;
     if there are none either, from the same model in other configurations; else there is no factor. Dense models and mixtures
@@ -79,7 +79,7 @@ def scalar_for(run: CalibrationPoint, points: Iterable[CalibrationPoint]) -> Sca
 
 
 def scalars(points: Sequence[CalibrationPoint]) -> dict[str, Scalar]:
-    """The factor of every stack on every generation, from all its runs, by "software on generation, dense"."""
+    """Return the factor of every stack on every generation, from all its runs, by "software on generation, dense"."""
     groups: dict[str, list[CalibrationPoint]] = {}
     for point in points:
         kind = "mixtures" if point.mixture else "dense"
@@ -88,10 +88,10 @@ def scalars(points: Sequence[CalibrationPoint]) -> dict[str, Scalar]:
 
 
 def fitted(points: Sequence[CalibrationPoint], scope: Scope, prior: int = PRIOR) -> Scalar:
-    """The factor of ``points``. Each model has one vote, so that the one with most runs does not decide."""
+    """Return the factor of ``points``. Each model has one vote, so that the one with most runs does not decide."""
     models: dict[tuple[str, str], list[float]] = {}
     for point in points:
         models.setdefault((point.model, point.accelerator), []).append(math.log(point.ratio))
-    found = median(median(ratios) for ratios in models.values())
+    log_ratio = median(median(ratios) for ratios in models.values())
     share = len(models) / (len(models) + prior)
-    return Scalar(math.exp(share * found), len(points), len(models), scope)
+    return Scalar(math.exp(share * log_ratio), len(points), len(models), scope)

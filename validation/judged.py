@@ -1,6 +1,6 @@
-"""Published runs as bands are learned from them: measured over predicted time, with the facts of their software and without.
+"""Published runs from which bands are learned: measured over predicted time, with the facts of their software and without.
 
-They are kept in a table (``validation/data/residuals.csv``), so that what is learned from them can be checked without judging them again.
+They are kept in a table (``validation/data/residuals.csv``), so that the bands can be checked without judging the runs again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from validation.compare import Outcome
 from validation.factors import CalibrationPoint
 
 RESIDUALS = Path(__file__).parent / "data" / "residuals.csv"
-"""Ratios of every row that was judged, so that what is learned from them can be checked without judging them again."""
+"""Ratios of every row that was judged, so that bands can be checked without judging the rows again."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Judged:
     unseen_ratio: float
     """The same, predicted as if the planner had not seen the software."""
     unseen_free: float
-    """Share of the accelerator's memory that the fullest rank leaves free, predicted likewise; below zero where it does not fit."""
+    """Share of the accelerator's memory that the fullest rank leaves free, predicted likewise; below zero if it does not fit."""
     mfu: float
     """Measured model FLOP, attention causal, over the dense peak of the format."""
 
@@ -55,28 +55,28 @@ class Judged:
 
 
 def judged_rows(outcomes: Sequence[Outcome], unseen: Sequence[Outcome]) -> tuple[Judged, ...]:
-    """Rows that have a time, each as its software and as one that the planner has not seen."""
+    """Return the rows that have a time, each as its software and as one that the planner has not seen."""
     return tuple(
-        _judged(known, other)
-        for known, other in zip(outcomes, unseen, strict=True)
-        if known.time and known.estimate and other.time
+        _judged(seen, other)
+        for seen, other in zip(outcomes, unseen, strict=True)
+        if seen.time and seen.estimate and other.time
     )
 
 
-def _judged(known: Outcome, other: Outcome) -> Judged:
-    setup, time, point = known.setup, known.time, known.point
+def _judged(seen: Outcome, other: Outcome) -> Judged:
+    setup, time, point = seen.setup, seen.time, seen.point
     assert setup is not None, "a row with a time has a setup"
     assert time is not None, "the caller chose rows with a time"
     assert point is not None, "a row with a time is a point"
-    assert known.estimate is not None, "a row with a time has an estimate"
+    assert seen.estimate is not None, "a row with a time has an estimate"
     assert other.time is not None, "the caller chose rows with a time"
     assert other.estimate is not None, "a row with a time has an estimate"
-    precision = known.estimate.layout.precision
+    precision = seen.estimate.layout.precision
     accelerator = setup.job.cluster.accelerator
-    flops = setup.job.workload.counts.flops_per_token_causal * known.estimate.tokens / known.estimate.ranks
+    flops = setup.job.workload.counts.flops_per_token_causal * seen.estimate.tokens / seen.estimate.ranks
     return Judged(
-        run=known.run.id,
-        origin=known.run.origin,
+        run=seen.run.id,
+        origin=seen.run.origin,
         software=point.software,
         accelerator=accelerator.key,
         model=point.model,
@@ -90,7 +90,7 @@ def _judged(known: Outcome, other: Outcome) -> Judged:
 
 
 def write_judged(rows: Iterable[Judged], path: Path = RESIDUALS) -> None:
-    """Writes rows to a CSV file whose columns are the fields of ``Judged``."""
+    """Write rows to a CSV file whose columns are the fields of ``Judged``."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(field.name for field in fields(Judged))
@@ -98,6 +98,6 @@ def write_judged(rows: Iterable[Judged], path: Path = RESIDUALS) -> None:
 
 
 def read_judged(path: Path = RESIDUALS) -> tuple[Judged, ...]:
-    """Reads what ``write_judged`` wrote."""
+    """Read the rows that ``write_judged`` wrote."""
     with path.open(newline="", encoding="utf-8") as file:
         return tuple(msgspec.convert(cells, Judged, strict=False) for cells in csv.DictReader(file))

@@ -27,13 +27,13 @@ result is as large as the residual stream before it, which stands for it."""
 _COMPILED_EVERY_SECOND_PRODUCT = replace(
     _EVERY_SECOND_PRODUCT, parts=_EVERY_SECOND_PRODUCT.parts | {"residual"}
 )
-"""The same compiled: nothing needs the last product's result in backward, and what a compiled graph does not need it does not keep."""
+"""The same compiled: backward does not need the last product's result, and a compiled graph keeps only results that it needs."""
 
 
 def recompute_modes(
     run: PublishedRun, trained: RunSoftware, assumptions: list[str]
 ) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
-    """The modes that a layout's ``recompute`` indexes, and the indices of those that agree with the row."""
+    """Return the modes that a layout's ``recompute`` indexes, and the indices of those that agree with the row."""
     text = run.recompute.lower() or (trained.recipe.recompute if trained.recipe else "")
     named = {mode.name: index for index, mode in enumerate(RECOMPUTE)}
     if not text:
@@ -61,8 +61,8 @@ def recompute_modes(
 
 
 def _open_modes(
-    trained: RunSoftware, assumptions: list[str], what: str
+    trained: RunSoftware, assumptions: list[str], open_field: str
 ) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
-    assumptions.append(f"{what}: the fastest that fits")
+    assumptions.append(f"{open_field}: the fastest that fits")
     usual = "selective" if trained.stack.attention.flash else "attention"
     return RECOMPUTE, tuple(i for i, mode in enumerate(RECOMPUTE) if mode.name in ("none", usual, "full"))

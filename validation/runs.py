@@ -1,6 +1,6 @@
 """Published training runs: typed rows of a CSV table, and the time of a step that each row measured.
 
-A row says who trained what, on which machines, in which layout, and how fast. Each source states speed in its own unit: seconds
+A row has the model, machines, layout and speed of a run, and its source. Each source states speed in its own unit: seconds
 of a step, tokens per second, or a FLOP rate, and sources count FLOP differently (attention in full or causal, recomputation
 counted or not). ``measured_step`` converts all of them to seconds of a step, by the row's own convention, and refuses a row whose
 figures contradict each other. The table that comes with the repository was transcribed from the documents that its ``source``
@@ -178,7 +178,7 @@ class PublishedRun:
 
     @property
     def timed(self) -> bool:
-        """True if any figure says how fast the run was."""
+        """True if any figure states the speed of the run."""
         return bool(self.step_time_s or self.tokens_per_s_per_gpu or self.tflops_per_gpu or self.mfu_pct)
 
     @property
@@ -205,10 +205,10 @@ class PublishedRun:
 
 
 def read_published(path: Path = TABLE) -> tuple[PublishedRun, ...]:
-    """Reads the rows of a CSV file whose columns are the fields of ``PublishedRun``, in any order.
+    """Read the rows of a CSV file whose columns are the fields of ``PublishedRun``, in any order.
 
     A row with a cell that cannot be read is kept, with the reason (``PublishedRun.unreadable``). Raises ``PublishedRunError`` if
-    the file does not exist, or lacks columns that no row can do without.
+    the file does not exist, or lacks required columns.
     """
     if not path.is_file():
         raise PublishedRunError(f"{path} does not exist: name a CSV file with the columns of {TABLE.name}")
@@ -220,7 +220,7 @@ def read_published(path: Path = TABLE) -> tuple[PublishedRun, ...]:
 
 
 def parse_published(lines: Iterable[str], name: str = "table") -> tuple[PublishedRun, ...]:
-    """``read_published`` from lines; ``name`` is the table's name in errors."""
+    """Do as ``read_published``, from lines; ``name`` is the table's name in errors."""
     reader = csv.DictReader(lines)
     missing = [column for column in _REQUIRED if column not in (reader.fieldnames or ())]
     if missing:
@@ -252,7 +252,7 @@ _WORDS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0"
 
 
 def _value(text: str, column: str, kind: Any, wrong: list[str]) -> float | bool | str | None:
-    """The cell's value by the type of its field, ``None`` where it is not stated; an unreadable cell is added to ``wrong``."""
+    """Return the cell's value by the type of its field, ``None`` if it is not stated; an unreadable cell is added to ``wrong``."""
     if text.lower() in _NOT_STATED:
         return None
     if get_origin(kind) is Literal:
@@ -271,9 +271,9 @@ def _value(text: str, column: str, kind: Any, wrong: list[str]) -> float | bool 
 
 
 def _number(text: str, column: str, wrong: list[str]) -> float | None:
-    """The number that ``text`` begins with: "3 (FSDP2)" is 3. Text without one, or with one too large, is added to ``wrong``."""
-    found = _LEADING_NUMBER.match(text)
-    number = float(re.sub(r"[,'\s]", "", found[1])) if found else math.inf
+    """Return the number that ``text`` begins with: "3 (FSDP2)" is 3. Text without one, or with one too large, is added to ``wrong``."""
+    match = _LEADING_NUMBER.match(text)
+    number = float(re.sub(r"[,'\s]", "", match[1])) if match else math.inf
     if not math.isfinite(number):
         wrong.append(f"{column} is {text!r}: write a number, or nothing if it is not stated")
         return None
@@ -290,7 +290,7 @@ class Measured:
 
     step_s: float
     how: str
-    """Column and convention that it was derived from."""
+    """Column and convention from which it was derived."""
 
 
 def measured_step(
@@ -301,7 +301,7 @@ def measured_step(
     seq_len: int,
     accelerator: Accelerator,
 ) -> Measured:
-    """Seconds of the run's step. Raises ``Excluded`` if no figure says, or if two contradict each other."""
+    """Return the seconds of the run's step. Raises ``Excluded`` if no figure states it, or if two contradict each other."""
     tokens_each = batch * seq_len / (run.gpus or 1)
     stated = []
     if run.step_time_s:
@@ -312,7 +312,7 @@ def measured_step(
     by_rate = []
     if rate:
         conventions: list[Convention] = [rate[0]]
-        # Where time is stated too, the rate is only a check, and sources differ in whether they count the causal half.
+        # If time is stated too, the rate is only a check, and sources differ in whether they count the causal half.
         if stated and rate[0] == "model":
             conventions.append("model, causal")
         for convention in conventions:
@@ -337,7 +337,7 @@ def measured_step(
 
 
 def _flop_rate(run: PublishedRun, accelerator: Accelerator) -> tuple[Convention, float] | None:
-    """FLOP/s of an accelerator with the convention by which its FLOP are counted, if the row has a usable rate."""
+    """Return the FLOP/s of an accelerator with the convention by which its FLOP are counted, if the row has a usable rate."""
     if run.flop_basis == "unreliable":
         return None
     if run.tflops_per_gpu:
@@ -347,7 +347,7 @@ def _flop_rate(run: PublishedRun, accelerator: Accelerator) -> tuple[Convention,
 
 
 def flops_per_token(convention: Convention, model: ModelSpec, counts: ModelCounts) -> float:
-    """FLOP of a token by this convention."""
+    """Return the FLOP of a token by this convention."""
     if convention == "model":
         return counts.flops_per_token
     if convention == "model, causal":

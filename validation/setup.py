@@ -1,8 +1,8 @@
 """Set-up of a published row for the planner: model, workload, stack, machines, and every layout that agrees with the row.
 
-Rows leave things out. What a model's shape does not say (gated or plain feed-forward layer, tied embedding) is settled by its
-stated number of parameters. What a layout does not say (micro-batch, interleaving, recomputation) becomes a list of choices;
-validation takes the fastest that fits, as the people who tuned the run would have. Everything that was filled in is listed in
+Rows leave things out. The open parts of a model's shape (gated or plain feed-forward layer, tied embedding) follow from its
+stated number of parameters. The open parts of a layout (micro-batch, interleaving, recomputation) become a list of choices;
+validation takes the fastest that fits, as the people who tuned the run would have. All values that were filled in are listed in
 ``Setup.assumptions``; a row that leaves out more is excluded with the reason.
 """
 
@@ -47,9 +47,9 @@ class Setup:
 
 
 def setup_of(run: PublishedRun, trained: RunSoftware | None = None) -> Setup:
-    """Everything the planner needs of a row, by its own software unless another is given.
+    """Return the set-up of a row, by its own software unless ``trained`` is another.
 
-    Raises ``Excluded`` with the reason if the row does not say enough.
+    Raises ``Excluded`` with the reason if the row does not state enough.
     """
     assumptions: list[str] = []
     if run.unreadable:
@@ -79,7 +79,7 @@ def setup_of(run: PublishedRun, trained: RunSoftware | None = None) -> Setup:
 
 
 def _attended(run: PublishedRun, seq_len: int) -> float:
-    """Share of the scores of causal attention that sliding windows leave, as the mean of layers."""
+    """Return the share of the scores of causal attention that sliding windows leave, as the mean of layers."""
     if run.sliding_window is None:
         return 1.0
     # Kernels compute whole tiles: on each side of the window half of one is in vain.
@@ -94,7 +94,7 @@ def _stated(value: int | None, name: str) -> int:
 
 
 def model_of(run: PublishedRun, seq_len: int, assumptions: list[str]) -> ModelSpec:
-    """The model, resolved; what was filled in is appended to ``assumptions``. Raises ``Excluded``."""
+    """Return the model, resolved; append filled-in values to ``assumptions``. Raises ``Excluded``."""
     if run.architecture == "other":
         raise Excluded("its architecture is not a plain transformer, or not stated")
     layers, dim = _stated(run.layers, "number of layers"), _stated(run.hidden, "width")
@@ -121,7 +121,7 @@ def model_of(run: PublishedRun, seq_len: int, assumptions: list[str]) -> ModelSp
 
 
 def _settled(run: PublishedRun, base: ModelSpec, seq_len: int, assumptions: list[str]) -> ModelSpec:
-    """The variant of ``base`` whose size, and whose FLOP where the row gives both rates, are nearest to the stated ones."""
+    """Return the variant of ``base`` whose size, and whose FLOP if the row has both rates, are nearest to the stated ones."""
     kinds: tuple[Literal["swiglu", "gelu"], ...] = ("swiglu", "gelu")
     if run.mlp == "gated" or run.mixture:
         kinds = ("swiglu",)
@@ -157,7 +157,7 @@ def _settled(run: PublishedRun, base: ModelSpec, seq_len: int, assumptions: list
 
 
 def _nearest(run: PublishedRun, models: Iterable[ModelSpec], seq_len: int) -> tuple[float, ModelSpec]:
-    """The first model that is as near as any to the sizes, and then to the FLOP, that the row states; and how far it is."""
+    """Return the first model that is nearest to the row's sizes, and then to its FLOP, and its distance."""
     flops = _stated_flops_per_token(run)
     best: tuple[float, float, ModelSpec] | None = None
     for model in models:
@@ -172,7 +172,7 @@ def _nearest(run: PublishedRun, models: Iterable[ModelSpec], seq_len: int) -> tu
 
 
 def _off(run: PublishedRun, model: ModelSpec, seq_len: int) -> float:
-    """Relative difference of the model's size from the stated one."""
+    """Return the relative difference of the model's size from the stated one."""
     # Published totals leave out prediction layers; some leave out the embedding, some have learned positions.
     counts = counts_of(replace(model, mtp_depth=0), seq_len)
     positions = seq_len * model.dim if run.learned_positions else 0
@@ -188,7 +188,7 @@ def _off(run: PublishedRun, model: ModelSpec, seq_len: int) -> float:
 
 
 def _depths(run: PublishedRun, base: ModelSpec) -> tuple[int, ...]:
-    """Possible numbers of prediction layers."""
+    """Return the possible numbers of prediction layers."""
     if run.mtp_depth is not None:
         return (run.mtp_depth,)
     return (0, 1) if base.mla is not None and "deepseek" in run.model.lower() else (0,)
@@ -201,7 +201,7 @@ def _stated_flops_per_token(run: PublishedRun) -> float:
 
 @lru_cache(maxsize=512)
 def counts_of(model: ModelSpec, seq_len: int) -> ModelCounts:
-    """``count``, remembered: many rows are of one model."""
+    """Return ``count``, cached: many rows are of one model."""
     return count(model, seq_len)
 
 
@@ -236,7 +236,7 @@ def _layouts(
     recompute: tuple[int, ...],
     assumptions: list[str],
 ) -> Iterable[PlannedLayout]:
-    """Every layout that agrees with the row and divides its batch."""
+    """Yield every layout that agrees with the row and divides its batch."""
     fixed = _fixed(run, trained, job, assumptions)
     each, rest = divmod(job.workload.batch, fixed.data)
     if rest:
@@ -258,7 +258,7 @@ def _layouts(
 def _micro_batches(
     run: PublishedRun, trained: RunSoftware, each: int, assumptions: list[str]
 ) -> tuple[int, ...]:
-    """Sequences of a micro-batch of a data-parallel rank that has ``each`` of them in a step."""
+    """Return the choices of sequences of a micro-batch of a data-parallel rank that has ``each`` of them in a step."""
     if not trained.habits.accumulates:
         return (each,)
     if run.micro_batch:
@@ -275,7 +275,7 @@ def _micro_batches(
 def _fixed(
     run: PublishedRun, trained: RunSoftware, job: TrainingJob, assumptions: list[str]
 ) -> PlannedLayout:
-    """The degrees and switches of the row's layout that have no alternatives."""
+    """Return the degrees and switches of the row's layout that have no alternatives."""
     if not run.tp or not run.pp:
         raise Excluded("does not state tensor and pipeline parallelism")
     tensor, pipeline, context = run.tp, run.pp, run.cp or 1
@@ -308,7 +308,7 @@ def _fixed(
 
 
 def _shard(run: PublishedRun, job: TrainingJob, data: int) -> int:
-    """Data-parallel ranks that share one copy of the states."""
+    """Return the data-parallel ranks that share one copy of the states."""
     if run.slices and run.slices > 1 and data % run.slices == 0:
         return data // run.slices
     inside = job.cluster.per_node if run.shard_domain == "node" else data
@@ -349,12 +349,12 @@ def _stage_choices(
         return (1,)
     if run.vpp or "dualpipe" in run.schedule.lower():
         return (run.vpp or 2,)
-    asked = run.schedule.lower().startswith("interleaved")
-    if not asked and (run.schedule or not habits.interleaves):
+    is_interleaved = run.schedule.lower().startswith("interleaved")
+    if not is_interleaved and (run.schedule or not habits.interleaves):
         return (1,)
     assumptions.append("interleaving: the fastest that fits")
     possible = tuple(divisors(max(layers // pipeline, 1), 8))
-    return possible[1:] if asked and len(possible) > 1 else possible
+    return possible[1:] if is_interleaved and len(possible) > 1 else possible
 
 
 def _schedule(run: PublishedRun, per_rank: int) -> ScheduleName:
@@ -364,7 +364,7 @@ def _schedule(run: PublishedRun, per_rank: int) -> ScheduleName:
 
 
 def _runs(schedule: str, micro_batches: int, ranks: int) -> bool:
-    """True if a schedule can run so many micro-batches."""
+    """Return True if a schedule can run so many micro-batches."""
     if schedule == "interleaved":
         return micro_batches % ranks == 0
     return schedule != "dualpipev" or micro_batches >= 2 * ranks

@@ -1,7 +1,7 @@
 """Software of a published row: its stack as the row's circumstances set it, and the machines it ran on.
 
-A row names its software (column ``software``). What that does is in ``phalanx_plan.workload.software``, which ``phalanx plan
---stack`` plans with too; ``HABITS`` says what only a row needs: which choices its software leaves, and which machines it had.
+A row names its software (column ``software``). Its stack is in ``phalanx_plan.workload.software``, which ``phalanx plan
+--stack`` uses too; ``HABITS`` has the facts that only a row needs: the choices that its software leaves, and its machines.
 ``software_of_run`` joins both with the row's recipe into the one stack that a row is planned with.
 
 Sources: Jean Zay's nodes have eight A100 and four Omni-Path links of 100 Gb/s (BLOOM, arXiv 2211.05100, section 3.4).
@@ -32,18 +32,18 @@ from validation.runs import Excluded, PublishedRun
 
 @dataclass(frozen=True)
 class Habits:
-    """Defaults for what a row of one software leaves open, and its machines."""
+    """Defaults for values that a row of one software leaves open, and its machines."""
 
     sequence_parallel: bool = True
-    """True if tensor parallelism divides the sequence too, where the row does not say."""
+    """True if tensor parallelism divides the sequence too, if the row does not state it."""
     interleaves: bool = True
-    """True if stages may have been interleaved, where the row does not say."""
+    """True if stages may have been interleaved, if the row does not state it."""
     system: str = ""
     """A system of the catalog that the runs are known to have used."""
     fabric: Fact | None = None
-    """Bytes per second of the network, where the runs' machines have another than the system."""
+    """Bytes per second of the network, if the runs' machines have another than the system."""
     micro_batch: int = 0
-    """Sequences, where the row does not say and the software's recipes do."""
+    """Sequences, if the row does not state them and the software's recipes do."""
     accumulates: bool = True
     """True if a step may have several micro-batches without a pipeline; else a row's figure is of each device."""
     selects_products: bool = False
@@ -66,7 +66,7 @@ HABITS: Mapping[str, Habits] = {
     "megatron-2021": Habits(sequence_parallel=False, system="selene"),
     "megatron-2020": Habits(sequence_parallel=False),
     "vtrain": Habits(sequence_parallel=False, system="a100-4nic"),
-    # SwiGLU's output is recomputed too, though no table says so (arXiv 2412.19437, section 3.3.2).
+    # SwiGLU's output is recomputed too, though no table states it (arXiv 2412.19437, section 3.3.2).
     "deepseek": Habits(recomputes_activation=True),
     "parallel-folding": Habits(micro_batch=1),
     "nemo": Habits(interleaves=False),
@@ -100,7 +100,7 @@ _SYSTEMS = (
 
 
 def circumstances_of(run: PublishedRun) -> Circumstances:
-    """The circumstances of a row that facts of its software depend on."""
+    """Return the circumstances of a row that facts of its software depend on."""
     return Circumstances(
         model=run.model,
         gpu=run.gpu,
@@ -118,19 +118,22 @@ def circumstances_of(run: PublishedRun) -> Circumstances:
 
 
 def software_of_run(run: PublishedRun) -> RunSoftware:
-    """Software, recipe and stack of a row. Raises ``Excluded`` for a software that the table does not have."""
+    """Return software, recipe and stack of a row. Raises ``Excluded`` for a software that the table does not have."""
     software = SOFTWARE.get(run.software)
     if software is None:
         raise Excluded(f"no software {run.software!r} is known: write one of {', '.join(SOFTWARE)}")
-    found = circumstances_of(run)
-    recipe = recipe_of(found)
+    circumstances = circumstances_of(run)
+    recipe = recipe_of(circumstances)
     return RunSoftware(
-        software, HABITS.get(software.name, Habits()), recipe, stack_of_software(software, found, recipe)
+        software,
+        HABITS.get(software.name, Habits()),
+        recipe,
+        stack_of_software(software, circumstances, recipe),
     )
 
 
 def unseen_software_of_run(run: PublishedRun) -> RunSoftware:
-    """The row's software as one that the planner has not seen: the stack of its kind as it is, without habits or recipe."""
+    """Return the row's software as one that the planner has not seen: the stack of its kind as it is, without habits or recipe."""
     name = SOFTWARE[run.software].stack if run.software in SOFTWARE else ""
     stack = STACKS.get(name, FSDP)
     if run.zero == 3 and 3 not in stack.zero_stages:
@@ -144,19 +147,19 @@ def unseen_software_of_run(run: PublishedRun) -> RunSoftware:
 
 
 def profile_of_run(accelerator: Accelerator, software: TrainingSoftware, run: PublishedRun) -> Profile:
-    """The accelerator's constants, with the attention that the software had and the products of the row's format."""
+    """Return the accelerator's constants, with the attention that the software had and the products of the row's format."""
     return profile_of_software(profile_of(accelerator), software, run.precision)
 
 
 def cluster_of_run(run: PublishedRun, habits: Habits) -> Cluster:
-    """The machines that a row names. Raises ``Excluded`` if the catalog does not have them."""
+    """Return the machines that a row names. Raises ``Excluded`` if the catalog does not have them."""
     gpu = run.gpu.lower()
-    found = next(((match, key) for pattern, key in _SYSTEMS if (match := re.search(pattern, gpu))), None)
-    if found is None:
+    system = next(((match, key) for pattern, key in _SYSTEMS if (match := re.search(pattern, gpu))), None)
+    if system is None:
         raise Excluded(f"the catalog has no accelerator {run.gpu!r}")
     if not run.gpus:
         raise Excluded("does not state how many accelerators ran")
-    match, key = found
+    match, key = system
     key = key or match[1]
     if habits.system and systems()[habits.system].accelerator.key == systems()[key].accelerator.key:
         key = habits.system

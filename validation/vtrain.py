@@ -1,4 +1,4 @@
-"""vTrain's measured steps as blind rows: runs that nothing of the planner was fitted to or written down after.
+"""vTrain's measured steps as blind rows: runs on which no part of the planner was fitted or based.
 
 Bang et al. (arXiv 2312.12391) published with their simulator the measured iterations of Megatron-style training of GPT models on A100:
 1,440 on one node and 109 on up to 512 GPUs. Their tables have no license for copies, so none is kept here: a checkout is read.
@@ -7,7 +7,7 @@ Bang et al. (arXiv 2312.12391) published with their simulator the measured itera
     python -m validation.vtrain vTrain                # every 20th single-node row, and all of several nodes
     python -m validation.vtrain vTrain --every 1      # all, so that the choices among layouts on one node are whole
 
-What their tables leave open is as their configurations (``config/validation``) and paper say: fp16, full recomputation, 1F1B, a
+Values that their tables leave open are those of their configurations (``config/validation``) and paper: fp16, full recomputation, 1F1B, a
 vocabulary of 51,200, four times the width in the middle of a layer, no sequence parallelism.
 """
 
@@ -27,7 +27,7 @@ _VOCABULARY = 51_200
 
 
 def runs_of(lines: Iterable[str], name: str) -> tuple[PublishedRun, ...]:
-    """The rows of one of vTrain's tables. Raises ``KeyError`` with the column that is missing."""
+    """Return the rows of one of vTrain's tables. Raises ``KeyError`` with the column that is missing."""
     return tuple(_run(row, f"vtrain-{name}-{number}") for number, row in enumerate(csv.DictReader(lines)))
 
 
@@ -70,7 +70,7 @@ def _run(row: dict[str, str], name: str) -> PublishedRun:
 
 
 def micro_batch_work(outcome: Outcome) -> str:
-    """A class of rows by the multiply-adds of one layer on one rank of a micro-batch: small ones wait for the host."""
+    """Return a class of rows by the multiply-adds of one layer on one rank of a micro-batch: small ones wait for the host."""
     run = outcome.run
     work = (run.micro_batch or 1) * (run.seq_len or 0) * 12 * (run.hidden or 0) ** 2 / (run.tp or 1)
     names = ("below 15 G", "15 to 60 G", "60 to 240 G", "above 240 G")
@@ -80,10 +80,11 @@ def micro_batch_work(outcome: Outcome) -> str:
 def summary(
     outcomes: Sequence[Outcome], group: Callable[[Outcome], str]
 ) -> list[tuple[str, int, float, float, float, float]]:
-    """For each group: rows, median and mean absolute error, median error, and the host's part of the predicted time."""
+    """Return for each group: rows, median and mean absolute error, median error, and the host's part of the predicted time."""
     table = []
-    for name in sorted({group(one) for one in outcomes}):
-        times = [one.time for one in outcomes if group(one) == name and one.time is not None]
+    for name in sorted({group(outcome) for outcome in outcomes}):
+        members = [outcome for outcome in outcomes if group(outcome) == name]
+        times = [outcome.time for outcome in members if outcome.time is not None]
         if times:
             errors = [time.error for time in times]
             sizes = [abs(error) for error in errors]
@@ -93,7 +94,7 @@ def summary(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the errors of both tables, whole and by the work of a micro-batch, and the regret of choices among their layouts."""
+    """Print the errors of both tables, in total and by the work of a micro-batch, and the regret of choices among their layouts."""
     parser = argparse.ArgumentParser(
         prog="python -m validation.vtrain", description=str(__doc__).partition("\n")[0]
     )
@@ -104,10 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with (chosen.checkout / "data" / file).open(encoding="utf-8-sig") as lines:
             runs = runs_of(lines, title.replace(" ", "-"))
         outcomes = [outcome_of(run) for run in runs[:: chosen.every if title == "one node" else 1]]
-        left_out = {one.excluded for one in outcomes if one.excluded}
+        left_out = {outcome.excluded for outcome in outcomes if outcome.excluded}
         print(f"{title}: {len(outcomes)} of {len(runs)} rows", *sorted(left_out), sep="\n  left out: ")
         groups: list[Callable[[Outcome], str]] = [lambda _: "all", micro_batch_work]
-        groups.append(lambda one: f"tensor {one.run.tp}, micro-batch {one.run.micro_batch}")
+        groups.append(lambda outcome: f"tensor {outcome.run.tp}, micro-batch {outcome.run.micro_batch}")
         for group in groups:
             for name, count, middle, mean, bias, host in summary(outcomes, group):
                 print(
@@ -117,14 +118,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def choices(found: Sequence[Sweep]) -> str:
-    """Regret of the layouts that the planner would have chosen, where several were measured, in words."""
-    if not found:
+def choices(compared: Sequence[Sweep]) -> str:
+    """Return in words the regret of the layouts that the planner would have chosen among several measured ones."""
+    if not compared:
         return "no model was measured in several layouts"
     regret, random, tau = (
-        fmean(getattr(one, name) for one in found) for name in ("regret", "mean_regret", "tau")
+        fmean(getattr(sweep, name) for sweep in compared) for name in ("regret", "mean_regret", "tau")
     )
-    return f"{len(found)} choices: mean regret {regret:.1%}, at random {random:.1%}, mean of Kendall's tau {tau:+.2f}"
+    return f"{len(compared)} choices: mean regret {regret:.1%}, at random {random:.1%}, mean of Kendall's tau {tau:+.2f}"
 
 
 if __name__ == "__main__":
