@@ -63,7 +63,7 @@ class LoadResult:
     seconds: float
 
     def goodput(self, load: Load) -> float:
-        """Requests a second that were answered within both objectives."""
+        """Return the requests a second that were answered within both objectives."""
         good = sum(ttft_s <= load.ttft_s and tpot_s <= load.tpot_s for ttft_s, tpot_s in self.answered)
         return good / self.seconds
 

@@ -51,7 +51,7 @@ def floor(folder: Path) -> Read:
 
 
 def phalanx(folder: Path) -> Read:
-    """The samples of a run on packed records: permuted, checked, placed in sources; the numbers are those of the run."""
+    """Return a reader of a run's samples on packed records: permuted, checked, placed in sources; the numbers are those of the run."""
     from phalanx.data.reading.dataset import RunData
 
     data = RunData.open(folder, SEQ_LEN, seed=0, within_documents=True)

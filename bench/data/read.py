@@ -46,7 +46,7 @@ Read = Callable[[int, int], object]
 class Reader:
     name: str
     open: Callable[[Path], Read]
-    anew: bool = False
+    is_reopened: bool = False
     """True if it is opened for each turn."""
 
 
@@ -125,7 +125,7 @@ READERS = (
     Reader("memory map, sequential slices", open_sequential),
     Reader("memory map, random slices", open_random),
     Reader("RunData.train_samples", open_run_data),
-    Reader("RunData, opened anew", open_run_data, anew=True),
+    Reader("RunData, opened anew", open_run_data, is_reopened=True),
     Reader("RunData of three sources", open_mixture),
 )
 
@@ -161,8 +161,8 @@ def time_turns(directory: Path, args: argparse.Namespace) -> list[list[Cost]]:
             if args.cold:
                 # Pages that a map still holds stay in the cache, hence no map may outlive its turn.
                 drop_from_cache(directory / SHARD)
-            anew = args.cold or READERS[number].anew
-            read = READERS[number].open(directory) if anew else kept[number]
+            is_reopened = args.cold or READERS[number].is_reopened
+            read = READERS[number].open(directory) if is_reopened else kept[number]
             start_s, start_cpu_s = time.perf_counter(), time.process_time()
             for batch in range(first, first + args.samples, args.batch):
                 read(batch, args.batch)

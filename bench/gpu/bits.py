@@ -181,7 +181,7 @@ def _grouped_rows(device: torch.device, width: int, inner: int) -> bool:
 
 
 def _hand(device: torch.device, width: int, inner: int) -> bool:
-    """Slots computed at once have the results, gradients of rows and leaves that they have one by one."""
+    """Return True if slots computed at once have the results, gradients of rows and leaves that they have one by one."""
     moe = MoeSpec(experts=4, per_token=2, ffn_dim=inner)
     experts, generator = Experts(ModelSpec(dim=width), moe).to(device, torch.bfloat16), torch.Generator()
     for parameter in experts.parameters():
