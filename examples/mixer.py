@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from phalanx import ModelSpec
 
 WIDTH = 4
-"""Tokens that a convolution sees."""
+"""Width of a convolution in tokens."""
 
 
 class GatedConvolution(nn.Module):
@@ -47,7 +47,7 @@ class Mixer(nn.Module):
         self.head = None if spec.tie_embeddings else nn.Linear(spec.dim, spec.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(b, s)`` to logits ``(b, s, vocab)``."""
+        """Map tokens ``(b, s)`` to logits ``(b, s, vocab)``."""
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)

@@ -82,7 +82,7 @@ def _is_offense(matcher: Matcher, corpus: str) -> bool:
     if not matcher.is_pattern:
         return matcher.literal in corpus
     try:
-        # A pattern that matches anything says nothing about the text.
+        # A pattern that matches every text is no offense.
         pattern = re.compile(matcher.literal, re.MULTILINE)
     except re.error:
         return False

@@ -1,9 +1,9 @@
 """Grafana's dashboards as code: ``python deploy/grafana/dashboards.py`` writes the JSON files beside it, which Grafana imports or provisions.
 
 Panels are ``timeseries``, ``stat`` and ``table`` of schema 39 (Grafana 11; later ones migrate it by themselves). A data source, runs and nodes are variables, so
-that one file serves every installation. A page is a list of rows of panels, and a panel a few expressions: what Grafana wants beside these (identities,
-places on the grid, letters of queries) is made here. Every expression is parsed by a parser of PromQL and asked of a Prometheus that has scraped a real
-fleet, in the tests.
+that one file serves every installation. A page is a list of rows of panels, and a panel a few expressions: the other fields of Grafana (identities,
+places on the grid, letters of queries) are made here. In the tests every expression is parsed by a parser of PromQL and queried from a Prometheus
+that has scraped a real fleet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Unit = Literal["none", "s", "bytes", "percentunit", "short", "dateTimeFromNow", 
 
 @dataclass(frozen=True)
 class Query:
-    """An expression, and what its series are called."""
+    """An expression, and the legend of its series."""
 
     expr: str
     legend: str = "{{run}}"
@@ -31,7 +31,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture."""
+    """One chart or table."""
 
     title: str
     queries: Sequence[Query]
@@ -41,11 +41,11 @@ class Panel:
     width: int = 8
     stacked: bool = False
     thresholds: tuple[tuple[float | None, str], ...] = ((None, "green"),)
-    """From which value on which color."""
+    """Least values with their colors."""
     logarithmic: bool = False
 
     def to_json(self, number: int, x: int, y: int, height: int) -> Json:
-        """As Grafana stores it."""
+        """Return the panel as Grafana stores it."""
         return {
             "id": number,
             "type": self.kind,
@@ -75,11 +75,11 @@ class Panel:
 
     def _field(self) -> Json:
         steps = [{"value": value, "color": color} for value, color in self.thresholds]
-        found: Json = {"unit": self.unit, "thresholds": {"mode": "absolute", "steps": steps}, "mappings": []}
+        config: Json = {"unit": self.unit, "thresholds": {"mode": "absolute", "steps": steps}, "mappings": []}
         if self.kind == "timeseries":
             scale: Json = {"type": "log", "log": 10} if self.logarithmic else {"type": "linear"}
-            found["color"] = {"mode": "palette-classic"}
-            found["custom"] = {
+            config["color"] = {"mode": "palette-classic"}
+            config["custom"] = {
                 "drawStyle": "line",
                 "lineWidth": 1,
                 "fillOpacity": 30 if self.stacked else 0,
@@ -88,7 +88,7 @@ class Panel:
                 "stacking": {"mode": "normal" if self.stacked else "none", "group": "A"},
                 "scaleDistribution": scale,
             }
-        return found
+        return config
 
 
 _OPTIONS: dict[str, Json] = {
@@ -125,9 +125,9 @@ class Dashboard:
     title: str
     rows: Sequence[Row] = field(default_factory=tuple)
     nodes: bool = False
-    """It has the variable ``$node``."""
+    """True if it has the variable ``$node``."""
     models: bool = False
-    """It is about servers: it has the variable ``$model`` in the place of ``$run``."""
+    """True if it is about servers: it has the variable ``$model`` instead of ``$run``."""
 
     @property
     def expressions(self) -> list[str]:
@@ -135,7 +135,7 @@ class Dashboard:
         return [query.expr for row in self.rows for panel in row.panels for query in panel.queries]
 
     def to_json(self) -> Json:
-        """As Grafana imports it."""
+        """Return the dashboard as Grafana imports it."""
         return {
             "uid": self.uid,
             "title": self.title,
@@ -163,23 +163,23 @@ class Dashboard:
         }
 
     def _variables(self) -> list[Json]:
-        found: list[Json] = [
+        variables: list[Json] = [
             {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
         ]
         if self.models:
-            return [*found, _variable("model", "label_values(vllm:num_requests_running, model_name)")]
-        found.append(_variable("run", "label_values(phalanx_run_state, run)"))
+            return [*variables, _variable("model", "label_values(vllm:num_requests_running, model_name)")]
+        variables.append(_variable("run", "label_values(phalanx_run_state, run)"))
         if self.nodes:
-            found.append(_variable("node", 'label_values(phalanx_node_attached{run=~"$run"}, node)'))
-        return found
+            variables.append(_variable("node", 'label_values(phalanx_node_attached{run=~"$run"}, node)'))
+        return variables
 
     def _panels(self) -> list[Json]:
-        found: list[Json] = []
+        grid: list[Json] = []
         y = 0
         for row in self.rows:
-            found.append(
+            grid.append(
                 {
-                    "id": len(found) + 1,
+                    "id": len(grid) + 1,
                     "type": "row",
                     "title": row.title,
                     "collapsed": False,
@@ -191,10 +191,10 @@ class Dashboard:
             for panel in row.panels:
                 if x + panel.width > _WIDTH:
                     x, y = 0, y + row.height
-                found.append(panel.to_json(len(found) + 1, x, y, row.height))
+                grid.append(panel.to_json(len(grid) + 1, x, y, row.height))
                 x += panel.width
             y += row.height
-        return found
+        return grid
 
 
 def _variable(name: str, query: str) -> Json:
@@ -215,7 +215,7 @@ def _variable(name: str, query: str) -> Json:
 
 
 def _annotation() -> Json:
-    """Recoveries as marks on every picture."""
+    """Return the annotation that marks recoveries on every chart."""
     return {
         "name": "Recoveries",
         "datasource": _SOURCE,
@@ -227,7 +227,7 @@ def _annotation() -> Json:
 
 
 def _of_run(metric: str, more: str = "") -> str:
-    """A run's metric once, however many endpoints tell it."""
+    """Return an expression for a run's metric once, also if several endpoints export it."""
     by = f"run, {more}" if more else "run"
     return f'max by ({by}) ({metric}{{run=~"$run"}})'
 
@@ -395,7 +395,7 @@ DASHBOARDS = (RUN, FLEET, NODES, SERVE)
 
 
 def write(folder: Path) -> None:
-    """Writes all dashboards."""
+    """Write all dashboards."""
     for dashboard in DASHBOARDS:
         content = json.dumps(dashboard.to_json(), indent=1) + "\n"
         (folder / f"{dashboard.uid}.json").write_text(content)
