@@ -37,7 +37,8 @@ PURE = (
     *(f"phalanx/observe/logs/{name}.py" for name in ("assemble", "line", "masking")),
     *(f"phalanx/observe/metrics/{name}.py" for name in ("samples", "run_metrics")),
     "phalanx/train/profile/choose.py",
-    "phalanx/train/step/rules.py",
+    "phalanx/train/step/learning_rate.py",
+    "phalanx/train/step/spikes.py",
     *(
         f"phalanx_watch/why/{name}.py"
         for name in [

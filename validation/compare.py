@@ -19,7 +19,7 @@ from statistics import fmean, median
 from typing import Literal
 from zlib import crc32
 
-from phalanx_plan.search.options import free_share, with_room_first
+from phalanx_plan.search.ranking import free_share, with_room_first
 from phalanx_plan.step_cost.estimate import Estimate, estimates
 from phalanx_plan.workload.candidates import PlannedLayout
 from validation.factors import NO_SCALAR, CalibrationPoint, Scalar, scalar_for, scalars

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx_plan.search.options import free_share
+from phalanx_plan.search.ranking import free_share
 from validation.compare import Outcome
 from validation.factors import CalibrationPoint
 

@@ -143,7 +143,7 @@ def run_of(case: Case, datasets: Mapping[str, Path], run_dir: Path) -> RunSpec:
 
 def train_with(spec: RunSpec, case: Case) -> None:
     """Train ``spec`` with the fault of ``case`` on this rank. A run that stops at a step that is not finite ends quietly."""
-    from phalanx.train.lifecycle.progress import NonFiniteError
+    from phalanx.train.lifecycle.bad_steps import NonFiniteError
 
     with suppress(NonFiniteError):
         train_damaged(spec, case.fault, case.fault_step)

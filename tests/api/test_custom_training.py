@@ -25,7 +25,7 @@ from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec
 from phalanx.train.optimizers.optimizer import decays
 from phalanx.train.start.open_run import open_run
 from phalanx.train.start.prepare import resolve
-from phalanx.train.step.rules import multiplier
+from phalanx.train.step.learning_rate import multiplier
 from phalanx_serve.generate import generate, load_model
 from ranks import Ranks
 from tiny_runs import tiny_run, train_on_this_rank

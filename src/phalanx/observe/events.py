@@ -340,7 +340,7 @@ class NonFinite(msgspec.Struct, frozen=True):
 
 
 class LossSpike(msgspec.Struct, frozen=True):
-    """The loss or gradient norm was far above that of the steps before (``phalanx.train.step.rules``)."""
+    """The loss or gradient norm was far above that of the steps before (``phalanx.train.step.spikes``)."""
 
     step: int
     """The step of the spike."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from phalanx.run.fields import FLEET, LATER, NOT_NEGATIVE, POSITIVE, ValueRange
-from phalanx.run.sections.fleet import FleetSpec, LaunchSpec
+from phalanx.run.sections.fleet import FleetSpec
+from phalanx.run.sections.launch import LaunchSpec
 from phalanx.run.sections.monitoring import (
     EvalSpec,
     ObserveSpec,

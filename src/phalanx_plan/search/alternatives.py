@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from phalanx_plan.search.options import LEAST_ROOM, free_share, with_room_first
+from phalanx_plan.search.ranking import LEAST_ROOM, free_share, with_room_first
 from phalanx_plan.search.search import FAMILIES, RunnerUp, SearchResult, ranking_key, why_slower
 from phalanx_plan.step_cost.estimate import Estimate, estimates
 from phalanx_plan.workload.candidates import PlannedLayout

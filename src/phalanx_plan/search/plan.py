@@ -27,7 +27,8 @@ from phalanx_plan.evidence import (
 from phalanx_plan.planner import lost_node_notes
 from phalanx_plan.run_fields import notes_of
 from phalanx_plan.search import alternatives, layout_text, query
-from phalanx_plan.search.options import LEAST_ROOM, NO_ROOM, Options, free_share
+from phalanx_plan.search.options import Options
+from phalanx_plan.search.ranking import LEAST_ROOM, NO_ROOM, free_share
 from phalanx_plan.search.search import NothingFitsError, SearchResult, search
 from phalanx_plan.step_cost.estimate import Estimate, estimate
 from phalanx_plan.whole_run.assumptions import RunAssumptions, RunInputs, assumed

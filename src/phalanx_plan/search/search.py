@@ -16,15 +16,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from phalanx_plan.search.options import (
-    LEAST_ROOM,
-    Front,
-    Options,
-    Point,
-    free_share,
-    unbeaten,
-    with_room_first,
-)
+from phalanx_plan.search.options import Options
+from phalanx_plan.search.ranking import LEAST_ROOM, Front, Point, free_share, unbeaten, with_room_first
 from phalanx_plan.search.space import AXES, exclusions, finer_space, space
 from phalanx_plan.step_cost.estimate import Estimate, Evaluation, estimated, prepare
 from phalanx_plan.workload.candidates import (
@@ -94,7 +87,7 @@ class SearchResult:
     """The Pareto front of time, memory (in steps of 1/128 of the capacity) and accelerators."""
     runners_up: tuple[RunnerUp, ...]
     roomy: Estimate | None
-    """The best by the objective that leaves room in memory (``phalanx_plan.search.options``)."""
+    """The best by the objective that leaves room in memory (``phalanx_plan.search.ranking``)."""
     looked_at: int
     """Layouts of the space, legal or not."""
     valid: int

@@ -13,7 +13,7 @@ from itertools import takewhile
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe import events as run_events
 from phalanx.observe.throughput import format_duration
-from phalanx.train.step.rules import multiplier
+from phalanx.train.step.learning_rate import multiplier
 from phalanx_watch.why import observed as o
 
 # Ended runs, with or without a recorded reason.

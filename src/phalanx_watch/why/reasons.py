@@ -51,7 +51,7 @@ from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_url
 from phalanx.store.store import StoreError
 from phalanx.train.lifecycle.ending import read_failure
-from phalanx.train.step.rules import multiplier
+from phalanx.train.step.learning_rate import multiplier
 from phalanx_watch import ranks as comparison
 from phalanx_watch.runs.probe import KernelLocks
 from phalanx_watch.why import (

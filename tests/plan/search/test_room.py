@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_plan.search.options import LEAST_ROOM, NO_ROOM, free_share, with_room_first
 from phalanx_plan.search.plan import without_room
+from phalanx_plan.search.ranking import LEAST_ROOM, NO_ROOM, free_share, with_room_first
 from phalanx_plan.step_cost.estimate import Estimate, estimate
 from plan.jobs import LAYOUTS, job
 

@@ -33,7 +33,7 @@ from phalanx.run.directory.paths import newest_in_words
 from phalanx.run.spec import CheckpointSpec, EvalSpec, RunSpec
 from phalanx.train.evaluation import observers
 from phalanx.train.lifecycle import loop
-from phalanx.train.lifecycle.progress import BadStep
+from phalanx.train.lifecycle.bad_steps import BadStep
 from ranks import Ranks
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.run.spec import ScheduleSpec
-from phalanx.train.step.rules import multiplier
+from phalanx.train.step.learning_rate import multiplier
 
 KINDS = ("cosine", "wsd", "constant")
 schedules = st.builds(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.run.spec import TrainSpec
 from phalanx.train.lifecycle.progress import TrainProgress
-from phalanx.train.step.rules import SpikeRule
+from phalanx.train.step.spikes import SpikeRule
 from phalanx.train.step.step import StepFlags, StepReport
 
 RULE = SpikeRule(window=32, deviations=8.0)

@@ -20,7 +20,7 @@ from typing import Literal
 from phalanx.observe.throughput import usual_deviation
 from phalanx.run.spec import TrainSpec
 from phalanx.train.compare.observation import Replay, StepMeasures
-from phalanx.train.step.rules import LEAST_LOSS_DEVIATION, Spike, SpikeRule, deviations_above
+from phalanx.train.step.spikes import LEAST_LOSS_DEVIATION, Spike, SpikeRule, deviations_above
 
 Cause = Literal["bad batch", "rate", "format", "layer", "no spike"]
 

@@ -30,12 +30,12 @@ from phalanx.observe.ledger import Ledger
 from phalanx.parallel.process_group.typed_gather import broadcast_typed, gather_typed
 from phalanx.run.sections.monitoring import Candidate
 from phalanx.train.assemble import Training
+from phalanx.train.lifecycle.bad_steps import LossSpikeError
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.guardian import EpochSupersededError
 from phalanx.train.lifecycle.progress import (
     ChildOutcome,
     ChildStep,
-    LossSpikeError,
     SampleSupply,
     TrainProgress,
     begin_child,

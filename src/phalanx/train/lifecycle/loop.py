@@ -1,7 +1,7 @@
 """The training loop of one rank: restore, next samples, step, conclude, save, stop.
 
 ``Trainer.run`` is the order of a run. ``Trainer._conclude`` is the order of what follows a step. Other modules do the work:
-``phalanx.train.step.step`` computes a step, ``phalanx.train.lifecycle.progress`` counts and judges steps, and
+``phalanx.train.step.step`` computes a step, ``phalanx.train.lifecycle.progress`` counts steps, ``bad_steps`` beside it judges them, and
 ``phalanx.train.lifecycle.saving`` hands the state to checkpoints. Observers (``phalanx.train.lifecycle.observers``) report on the
 run; none of them changes a bit of the weights.
 """
@@ -28,6 +28,7 @@ from phalanx.run.directory.paths import EarlyStop, RunResult
 from phalanx.train.assemble import Training
 from phalanx.train.evaluation.observers import Evaluator, KeepBest, Scores, StopEarly
 from phalanx.train.evaluation.scoring import EvaluationStoppedError
+from phalanx.train.lifecycle.bad_steps import judge_nonfinite, judge_spike
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.fork import Fork, ForkStoppedError
 from phalanx.train.lifecycle.observers import (
@@ -39,13 +40,7 @@ from phalanx.train.lifecycle.observers import (
     open_observers,
     report_start,
 )
-from phalanx.train.lifecycle.progress import (
-    BridgedSamples,
-    SampleSupply,
-    TrainProgress,
-    judge_nonfinite,
-    judge_spike,
-)
+from phalanx.train.lifecycle.progress import BridgedSamples, SampleSupply, TrainProgress
 from phalanx.train.lifecycle.saving import Saving, save_due
 from phalanx.train.profile.instruments import NvtxRanges, nvtx_ranges
 from phalanx.train.profile.recording import Recording

@@ -29,7 +29,7 @@ from phalanx.run.identity import differences, read_unchanged
 from phalanx.run.read import override, record_of
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import OpenRun, holds_steps
-from phalanx.train.step.rules import multiplier
+from phalanx.train.step.learning_rate import multiplier
 
 _MUCH_HIGHER = 2.0
 """Rise of the learning rate from which its cause and a remedy are named."""

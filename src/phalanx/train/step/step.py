@@ -28,7 +28,7 @@ from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.parallel.reduction import reproducible_sums
 from phalanx.parallel.reduction.data_parallel import gradients
 from phalanx.run.layout import micro_batches_per_slot
-from phalanx.train.step.rules import multiplier
+from phalanx.train.step.learning_rate import multiplier
 from phalanx.train.step.slot import MicroBatch, SlotWork
 from phalanx.train.step.state import Built
 

@@ -1,4 +1,4 @@
-"""Rules that depend only on the run's own numbers: loss spikes, and the learning rate of each step.
+"""Loss spikes, by the run's own numbers.
 
 A spike is a step whose loss or gradient norm is far above that of the previous steps. The rule is a function of the losses and gradient
 norms of the last steps. They have the same bits on every rank and every fleet, and are part of checkpoints and snapshots. So all ranks
@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from phalanx.hardware.portable.correctly_rounded import cos
 from phalanx.observe.throughput import usual_deviation
-from phalanx.run.spec import ScheduleSpec, TrainSpec
+from phalanx.run.spec import TrainSpec
 
 LEAST_LOSS_DEVIATION = 0.005
 """Minimum deviation, as a share of the usual loss, for windows that hardly vary. With 8 deviations a spike is at least 4 % up, less
@@ -88,28 +87,3 @@ def deviations_above(values: Sequence[float], value: float, least: float) -> tup
     usual = median(values)
     deviation = max(usual_deviation(values, usual), least * abs(usual))
     return usual, (value - usual) / deviation if deviation else 0.0
-
-
-# The learning rate of each step, as a multiple of its peak.
-
-
-def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
-    """Return the factor of the peak learning rate at ``step``, from 1 to ``steps``.
-
-    All kinds warm up linearly, reaching the peak at step ``warmup_steps``. Then "cosine" falls to the floor along half
-    a cosine, reached at the last step; "wsd" stays at the peak until the last ``decay_fraction`` of the run, where it
-    falls linearly to the floor; "constant" stays. After the last step it stays where it ended.
-    """
-    step = min(step, steps)
-    if step <= schedule.warmup_steps:
-        return step / schedule.warmup_steps
-    if schedule.kind == "constant":
-        return 1.0
-    begin = schedule.warmup_steps
-    if schedule.kind == "wsd":
-        begin = max(begin, steps - round(schedule.decay_fraction * steps))
-    if step <= begin:
-        return 1.0
-    progress = (step - begin) / max(1, steps - begin)
-    shape = (1 + cos(math.pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
-    return schedule.floor + (1 - schedule.floor) * shape
