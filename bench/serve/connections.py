@@ -1,8 +1,8 @@
-"""Holds many idle and slow connections to ``phalanx serve`` while an honest client is answered: ``python -m bench.serve.connections --connections 10000``.
+"""Many idle and slow connections to ``phalanx serve`` beside an honest client: ``python -m bench.serve.connections --connections 10000``.
 
 A tiny model is served by a real process. This one opens connections of four kinds in turn: silent ones, ones with half a head of a request, ones that have been answered and are kept, and ones with half
-a body; those that the server ends (after 30 or 60 s) are opened again. With all of them open, ``/health`` is asked and texts are streamed, each on a new connection. Then connections are
-opened up to the server's limit of descriptors and ``--beyond`` it, which end the oldest idle ones, and the same is asked again. The server must hold ``--connections`` in the first part, and every answer must come in both.
+a body. Connections that the server ends (after 30 or 60 s) are opened again. With all of them open, ``/health`` is requested and texts are streamed, each on a new connection. Then connections are
+opened up to the server's limit of descriptors and ``--beyond`` it, which end the oldest idle ones, and the same requests are sent again. The server must hold ``--connections`` in the first part, and every answer must arrive in both.
 """
 
 from __future__ import annotations
@@ -32,47 +32,47 @@ _KINDS = (b"", b"GET /health HTTP/1.1\r\nHo", b"GET /health HTTP/1.1\r\nHost: lo
 
 
 class Holder:
-    """Connections of all kinds in turn, each opened again when the server ends it: it bears none of them for ever."""
+    """Connections of all kinds in turn, each opened again when the server ends it: the server keeps none of them for ever."""
 
     def __init__(self, port: int) -> None:
         self._port, self._number = port, 0
         self._sockets: dict[int, socket.socket] = {}
         self._poll = select.poll()
         self.again = 0
-        """How many were opened again."""
+        """Number of connections that were opened again."""
 
     def open(self, count: int) -> None:
-        """Opens so many more."""
+        """Open ``count`` more connections."""
         for _ in range(count):
-            one = socket.create_connection(("127.0.0.1", self._port), timeout=60)
-            said = _KINDS[self._number % len(_KINDS)]
+            connection = socket.create_connection(("127.0.0.1", self._port), timeout=60)
+            payload = _KINDS[self._number % len(_KINDS)]
             self._number += 1
-            if said:
-                one.sendall(said)
-            one.setblocking(False)
-            self._sockets[one.fileno()] = one
-            self._poll.register(one, select.POLLIN | select.POLLHUP | select.POLLERR)
+            if payload:
+                connection.sendall(payload)
+            connection.setblocking(False)
+            self._sockets[connection.fileno()] = connection
+            self._poll.register(connection, select.POLLIN | select.POLLHUP | select.POLLERR)
 
     def held(self) -> int:
-        """How many the server has not ended; the others are forgotten."""
+        """Return the number of connections that the server has not ended, and drop the others."""
         for number, _ in self._poll.poll(0):
-            if not _rest(self._sockets[number]):
+            if not _is_open(self._sockets[number]):
                 self._poll.unregister(number)
                 self._sockets.pop(number).close()
         return len(self._sockets)
 
     def keep(self, count: int, over: threading.Event) -> None:
-        """Holds so many until ``over``."""
+        """Keep ``count`` connections open until ``over``."""
         while not over.wait(0.1):
             missing = count - self.held()
             self.again += missing
             self.open(missing)
 
 
-def _rest(one: socket.socket) -> bool:
-    """Reads what has come of an answer; whether the connection is still there behind it."""
+def _is_open(connection: socket.socket) -> bool:
+    """Read the arrived bytes of an answer. Return True if the connection is still open behind them."""
     try:
-        while one.recv(65536):
+        while connection.recv(65536):
             pass
     except BlockingIOError:
         return True
@@ -82,7 +82,7 @@ def _rest(one: socket.socket) -> bool:
 
 
 def honest(url: str, texts: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of /health, to the first token, and of the whole of a streamed text, for each of ``texts`` texts. Raises where one fails."""
+    """Return the seconds of /health, to the first token, and of a full streamed text, for each of ``texts`` texts. Raises if one fails."""
     healths, firsts, wholes = [], [], []
     for seed in range(texts):
         began = time.perf_counter()
@@ -115,33 +115,33 @@ def _descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def _told(name: str, times: tuple[list[float], list[float], list[float]]) -> str:
+def _times_line(name: str, times: tuple[list[float], list[float], list[float]]) -> str:
     median = [f"{1000 * statistics.median(some):.0f} ms (at most {1000 * max(some):.0f})" for some in times]
     return f"{name}: /health {median[0]}, first token {median[1]}, 32 tokens {median[2]}"
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--connections", type=int, default=10_000)
     parser.add_argument("--beyond", type=int, default=2_000, help="connections beyond the server's limit")
     parser.add_argument("--texts", type=int, default=10)
-    parser.add_argument("--json", action="store_true", help="print what was found as one JSON object too")
-    given = parser.parse_args()
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object too")
+    options = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    wanted = given.connections + 1_000
-    if wanted + given.beyond > hard:
+    descriptors = options.connections + 1_000
+    if descriptors + options.beyond > hard:
         raise SystemExit(
-            f"ulimit -Hn is {hard}: this process may hold no {wanted + given.beyond} connections"
+            f"ulimit -Hn is {hard}: this process may hold no {descriptors + options.beyond} connections"
         )
     lines: list[str] = []
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         lines.append(line)
-        print(line, file=sys.stderr if given.json else sys.stdout, flush=True)
+        print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(Path(folder) / "run")
@@ -162,39 +162,44 @@ def main() -> None:
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, wanted), wanted)),
+            preexec_fn=lambda: resource.setrlimit(
+                resource.RLIMIT_NOFILE, (min(1024, descriptors), descriptors)
+            ),
         )
         try:
             assert server.stdout is not None
             url = json.loads(server.stdout.readline())["url"].removesuffix("/v1")
             port = urlsplit(url).port or 0
-            tell(_told("no other connection", honest(url, given.texts)))
+            report(_times_line("no other connection", honest(url, options.texts)))
             holder, over = Holder(port), threading.Event()
             began = time.perf_counter()
-            holder.open(given.connections)
+            holder.open(options.connections)
             took_s = time.perf_counter() - began
-            keeper = threading.Thread(target=holder.keep, args=(given.connections, over))
+            keeper = threading.Thread(target=holder.keep, args=(options.connections, over))
             keeper.start()
-            tell(_told(f"{given.connections} opened in {took_s:.1f} s", honest(url, given.texts)))
+            report(_times_line(f"{options.connections} opened in {took_s:.1f} s", honest(url, options.texts)))
             over.set()
             keeper.join()
             kept = _descriptors(server.pid)
-            tell(f"the server holds {kept} descriptors; {holder.again} of the connections were opened again")
-            holder.open(wanted - given.connections + given.beyond)
-            tell(
-                _told(
-                    f"{wanted + given.beyond} opened, limit of {wanted} descriptors", honest(url, given.texts)
+            report(
+                f"the server holds {kept} descriptors; {holder.again} of the connections were opened again"
+            )
+            holder.open(descriptors - options.connections + options.beyond)
+            report(
+                _times_line(
+                    f"{descriptors + options.beyond} opened, limit of {descriptors} descriptors",
+                    honest(url, options.texts),
                 )
             )
-            tell(
+            report(
                 f"the server holds {_descriptors(server.pid)} descriptors, and {holder.held()} connections are left"
             )
         finally:
             server.terminate()
             server.wait()
-    if given.json:
+    if options.json:
         print(json.dumps({"held": kept, "lines": lines}))
-    raise SystemExit(kept < given.connections)
+    raise SystemExit(kept < options.connections)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measures what drafts by a run's predictions ahead are worth: the share that is accepted, and tokens/s over the same engine without.
+"""Worth of drafts by a run's predictions ahead: the share that is accepted, and tokens/s over the same engine without.
 
     phalanx train configs/quickstart.toml --set model.mtp_depth=1
     python -m bench.serve.drafts RUN_DIR [--batches 1,4,16] [--tokens 64] [--rounds 3]
@@ -35,7 +35,7 @@ COUNT = 256
 
 
 def trained_model(run_dir: Path) -> tuple[Transformer, list[list[int]]]:
-    """A run's newest model, and prompts."""
+    """Return a run's newest model, and prompts."""
     model, _, _ = restored_model(run_dir, None, ahead=True)
     assert isinstance(model, Transformer), "drafts are those of [model]"
     tokenizer = load_run_tokenizer(run_dir)
@@ -44,7 +44,7 @@ def trained_model(run_dir: Path) -> tuple[Transformer, list[list[int]]]:
 
 
 def counting_model(dim: int, layers: int, right: float) -> Transformer:
-    """A model that says the next of 256 numbers, by weights that cost as much as any; a draft is right for so large a share of them."""
+    """Return a model of full cost that predicts the next of 256 numbers, and whose draft is right for the share ``right`` of them."""
     spec = ModelSpec(
         layers=layers, dim=dim, heads=dim // 64, kv_heads=dim // 128, vocab_size=4096, mtp_depth=1
     )
@@ -55,7 +55,7 @@ def counting_model(dim: int, layers: int, right: float) -> Transformer:
         if "norm" in name:
             parameter.fill_(1)
         elif name.endswith(("output.weight", "down.weight")):
-            parameter.zero_()  # blocks leave the vectors as they are
+            parameter.zero_()  # blocks do not change the vectors
     assert model.embedding is not None
     assert model.head is not None
     count = COUNT
@@ -70,9 +70,9 @@ def counting_model(dim: int, layers: int, right: float) -> Transformer:
     ahead = module.projection.weight
     ahead.zero_()
     wrong = [n for n in range(count) if int((n + 1) * right) == int(n * right)]
-    told = one_hot.clone()
-    told[:, wrong] = one_hot[:, wrong].roll(7, 0)
-    ahead[:count, :count] = told
+    predictions = one_hot.clone()
+    predictions[:, wrong] = one_hot[:, wrong].roll(7, 0)
+    ahead[:count, :count] = predictions
     return model
 
 
@@ -89,7 +89,7 @@ class Served:
 
 
 def round_of(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> Served:
-    """Texts of all prompts at once."""
+    """Generate the texts of all prompts at once."""
     before = engine.drafts()
     for number, prompt in enumerate(prompts):
         engine.submit(Request(str(number), tuple(prompt), tokens, Sampling(temperature, seed=number)))
@@ -97,7 +97,7 @@ def round_of(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, temp
     steps, begin = 0, time.perf_counter()
     while engine.busy:
         steps += 1
-        ids += [(one.request, one.index, one.id) for one in engine.step() if isinstance(one, Token)]
+        ids += [(event.request, event.index, event.id) for event in engine.step() if isinstance(event, Token)]
     seconds = time.perf_counter() - begin
     drafted, accepted = (now - then for now, then in zip(engine.drafts(), before, strict=True))
     return Served(seconds, len(ids), steps, drafted, accepted, tuple(sorted(ids)))
@@ -112,14 +112,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--numerics", choices=["exact", "fast"], default="exact")
-    given = parser.parse_args()
-    numerics: Numerics = given.numerics
-    if given.run_dir is None:
-        dim, layers = map(int, given.made.split(","))
-        model = counting_model(dim, layers, given.right)
+    options = parser.parse_args()
+    numerics: Numerics = options.numerics
+    if options.run_dir is None:
+        dim, layers = map(int, options.made.split(","))
+        model = counting_model(dim, layers, options.right)
         prompts = [list(range(start, start + 8)) for start in range(0, 240, 15)]
     else:
-        model, prompts = trained_model(given.run_dir)
+        model, prompts = trained_model(options.run_dir)
     spec = model.spec
 
     def engine(drafts: int) -> Engine:
@@ -137,19 +137,22 @@ def main() -> None:
         f"{spec.layers} layers of width {spec.dim}, {spec.mtp_depth} predictions ahead, {numerics}, {torch.get_num_threads()} threads"
     )
     without, with_drafts = engine(0), engine(spec.mtp_depth)
-    for batch in map(int, given.batches.split(",")):
+    for batch in map(int, options.batches.split(",")):
         for temperature in (0.0, 1.0):
-            asked = (prompts * -(-batch // len(prompts)))[:batch]
+            texts = (prompts * -(-batch // len(prompts)))[:batch]
             pairs = [
-                tuple(round_of(one, asked, given.tokens, temperature) for one in (without, with_drafts))
-                for _ in range(given.rounds + 1)
+                tuple(
+                    round_of(engine_of, texts, options.tokens, temperature)
+                    for engine_of in (without, with_drafts)
+                )
+                for _ in range(options.rounds + 1)
             ][1:]
             if numerics == "exact":
                 assert all(plain.ids == drafted.ids for plain, drafted in pairs), "drafts changed a token"
             ratios = sorted(plain.seconds / drafted.seconds for plain, drafted in pairs)
             last = pairs[-1][1]
             share = last.accepted / max(1, last.drafted)
-            # Tokens of a text in a step beyond the one that it has anyway.
+            # Tokens of a text in a step beyond the first.
             more = last.accepted / (last.tokens - last.accepted)
             print(
                 f"B={batch} temperature {temperature:.0f}: {share:.2f} of {last.drafted} drafts accepted; tokens/s with over without "

@@ -2,9 +2,9 @@
 
     python -m bench.serve.engine [--dim 768 --layers 12] [--modules]
 
-Rows: decode (bytes of the weights over seconds of a step, as a share of the measured read bandwidth, and operations a second), exact over fast in decode and prefill, a held prefix over
-computing its new rows alone, and tokens/s over ``transformers`` for a Llama of the same shape, with weights of its own, where that is installed.
-``--modules`` measures one thing alone: the processor time of a decoding step whose rows go through each layer in one call, over that of the model's modules, in turns.
+Rows: decode (bytes of the weights over seconds of a step, as a share of the measured read bandwidth, and operations a second), exact over fast in decode and prefill, a cached prefix over
+computing its new rows alone, and tokens/s over ``transformers`` for a Llama of the same shape, with weights of its own, if that is installed.
+``--modules`` measures only the processor time of a decoding step whose rows go through each layer in one call, over that of the model's modules, in turns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GREEDY = Sampling(temperature=0)
 
 
 def read_bandwidth(nbytes: int = 1 << 30) -> float:
-    """Bytes/s of a sum over memory, the best of five."""
+    """Return the bytes/s of a sum over memory, the best of five."""
     words = torch.ones(nbytes // 4)
     return nbytes / min(seconds(words.sum) for _ in range(5))
 
@@ -51,7 +51,7 @@ def random_model(dim: int, layers: int, dtype: torch.dtype) -> Transformer:
 
 
 def engine(model: Transformer, numerics: Literal["exact", "fast"], rows: int = 512) -> Engine:
-    """An engine of ``numerics``, to be measured before one of other numerics is made: kernels are a process's."""
+    """Return an engine of ``numerics``. Measure it before making one of other numerics: a process has one kind of kernels."""
     if numerics == "fast":
         operations.end()
     return Engine(model, model.spec, pages=512, rows=rows, numerics=numerics, weights_id="bench")
@@ -60,7 +60,7 @@ def engine(model: Transformer, numerics: Literal["exact", "fast"], rows: int = 5
 def decode_s(
     served: Engine, batch: int, steps: int = 12, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """The median seconds, by ``clock``, of a step in which ``batch`` requests decode.
+    """Return the median seconds, by ``clock``, of a step in which ``batch`` requests decode.
 
     Raises ``RuntimeError`` with the engine's reason if they end before.
     """
@@ -97,21 +97,21 @@ def main() -> None:
         "--modules", action="store_true", help="one call a layer over modules, and nothing else"
     )
     parser.add_argument("--turns", type=int, default=5, help="pairs of exact and fast, or of --modules")
-    given = parser.parse_args()
-    if given.modules:
-        over_modules(given.dim, given.layers, given.turns)
+    options = parser.parse_args()
+    if options.modules:
+        over_modules(options.dim, options.layers, options.turns)
         return
     bandwidth = read_bandwidth()
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, {torch.get_num_threads()} threads")
     for dtype in (torch.float32, torch.bfloat16):
         # Fast numerics may give a model other products, so each has a model of its own, with the same weights.
-        model, another = (random_model(given.dim, given.layers, dtype) for _ in range(2))
+        model, another = (random_model(options.dim, options.layers, dtype) for _ in range(2))
         embedding = model.embedding.weight.nbytes if model.embedding is not None else 0
         nbytes = sum(p.nbytes for p in model.parameters()) - embedding
         for batch in (1, 16):
             pairs = [
                 (decode_s(engine(model, "exact"), batch), decode_s(engine(another, "fast"), batch))
-                for _ in range(given.turns)
+                for _ in range(options.turns)
             ]
             exact = min(exact for exact, _ in pairs)
             print(
@@ -122,7 +122,7 @@ def main() -> None:
         prompt = tuple(range(512))
         pairs = [
             (prefill_s(engine(model, "exact"), prompt), prefill_s(engine(another, "fast"), prompt))
-            for _ in range(given.turns)
+            for _ in range(options.turns)
         ]
         exact = min(exact for exact, _ in pairs)
         print(f"{dtype} prefill of {len(prompt)}: {exact * 1e3:.0f} ms; {exact_over_fast(pairs)}", flush=True)
@@ -137,14 +137,14 @@ def exact_over_fast(pairs: Sequence[tuple[float, float]]) -> str:
 
 
 def over_modules(dim: int, layers: int, turns: int) -> None:
-    """Prints the processor time of a decoding step in one call a layer and by the model's modules, the least of ``turns``, on one thread: others that wait count too."""
+    """Print the processor time of a decoding step in one call a layer and by the model's modules, the least of ``turns``, on one thread: waiting threads would count too."""
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.bfloat16):
         model = random_model(dim, layers, dtype)
         in_one_call = engine(model, "fast")
         model.blocks["0"].register_forward_hook(
             lambda *_: None
-        )  # layers that are watched go through their modules
+        )  # layers with a hook are computed by their modules
         by_modules = engine(model, "fast")
         for batch in (1, 16):
             rows = [
@@ -159,18 +159,18 @@ def over_modules(dim: int, layers: int, turns: int) -> None:
 
 
 def prefix(model: Transformer, shared: int = 960, new: int = 40, rounds: int = 5) -> None:
-    """Prints the time of a prompt whose first tokens are held over that of its new rows alone: behind a prefix computed just before, and without any."""
+    """Print the time of a prompt with a cached prefix over that of its new rows alone: behind a prefix computed just before, and without any."""
     served, other = engine(model, "exact"), engine(model, "exact", rows=shared)
     prefill_s(served, tuple(range(1000)))
     behind, alone = [], []
     for number in range(rounds):
         tail = tuple(range(1024 + number * new, 1024 + (number + 1) * new))
-        held_s = prefill_s(served, (*range(shared), *tail))
+        cached_s = prefill_s(served, (*range(shared), *tail))
         other.submit(Request("p", (*range(number + 1, number + 1 + shared), *tail), 1, GREEDY))
         other.step()
-        behind.append(held_s / seconds(other.step))
+        behind.append(cached_s / seconds(other.step))
         finish(other)
-        alone.append(held_s / prefill_s(other, tail))
+        alone.append(cached_s / prefill_s(other, tail))
     print(
         f"{next(model.parameters()).dtype} prefix of {shared} held, {new} new rows: {statistics.median(behind):.2f} of the same rows behind a "
         f"prefix computed just before, {statistics.median(alone):.2f} of as many rows by themselves",
@@ -179,7 +179,7 @@ def prefix(model: Transformer, shared: int = 960, new: int = 40, rounds: int = 5
 
 
 def peer(model: Transformer) -> None:
-    """Prints tokens/s over those of ``transformers.generate``, greedy, for one prompt of 512 and 32 tokens of text."""
+    """Print tokens/s over those of ``transformers.generate``, greedy, for one prompt of 512 and 32 tokens of text."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:

@@ -6,7 +6,7 @@
 Small models with random weights are saved by the real writers. Their widths are no multiples of a vector: hidden 72, heads of 24, inner 200,
 vocabulary 515. For each model and format a reference server, one process of one thread, answers random requests one at a time. Then ``phalanx
 serve`` runs in each mode and answers the same requests in another order. A third is sent one at a time, a third 8 and a third 32 at a time, and
-half of the responses are streamed. Prompts are 1 to 180 tokens long, and some begin alike. Temperature, ``top_p``, ``top_k``, ``min_p``, ``n``,
+half of the responses are streamed. Prompts are 1 to 180 tokens long, and some share a beginning. Temperature, ``top_p``, ``top_k``, ``min_p``, ``n``,
 ``logprobs``, ``stop``, ``echo`` and ``prompt_logprobs`` are drawn for each request.
 
 A response differs if a token id, the text or the reason to end differs, or if any log-probability does: that of a token, of its likeliest
@@ -496,9 +496,9 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--modes", nargs="+", choices=MODES | CONTROLS, default=list(MODES))
     parser.add_argument("--seed", type=int, default=1, help="of weights and requests")
-    given = vars(parser.parse_args())
+    options = vars(parser.parse_args())
     with tempfile.TemporaryDirectory() as folder:
-        return int(measure(Path(folder), **given) > 0)
+        return int(measure(Path(folder), **options) > 0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A service of real processes, and what strikes it: signals, cut connections, the death of its gateway. For ``bench.serve.survives``.
+"""A service of real processes, and the faults that strike it: signals, cut connections, the death of its gateway. For ``bench.serve.survives``.
 
-``phalanx serve --workers`` runs as a child process at one port. When its gateway is killed it is started again there, as a supervisor would. Faults are drawn beforehand from a seed, as data; whom
-each of them strikes is drawn when it does, among those that are there. Connections are cut by the kernel (``ss -K``, sock_diag(7) with SOCK_DESTROY, which needs
-root): both ends find their socket aborted, and neither has been asked.
+``phalanx serve --workers`` runs as a child process at one port. After the death of its gateway the service is started again there, as a supervisor would. Faults are drawn beforehand from a seed, as data. The victim
+of each is drawn among the living processes when it strikes. Connections are cut by the kernel (``ss -K``, sock_diag(7) with SOCK_DESTROY, which needs
+root): both ends find their socket aborted.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ WEIGHTS = {
 }
 """How often each kind of fault strikes, in proportion."""
 _STAYED_S, _SHORT_LIVES = 5.5, 3
-"""A worker with so many short lives in a row is left alone until it has served for so long: after five, ``phalanx.process.restarts`` gives it up, as it should."""
+"""A worker with so many short lives in a row is no victim until it has served for so long: after five, ``phalanx.process.restarts`` gives it up, as it should."""
 _STARTS, _OUTLIVE_S = 5, 300
 _COUNTERS = ("requests_moved", "pages_pulled", "pages_recomputed", "audits", "audit_differences")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault of a plan."""
 
     number: int
     kind: str
     seconds: float
-    """For how long a stopped process stands still."""
+    """Time for which a process is stopped."""
     draw: float
-    """Whom it strikes, in [0, 1) over those that are there."""
+    """Position of the victim among the candidates, in [0, 1)."""
 
 
 def drawn(seed: int, faults: int) -> list[Fault]:
-    """The faults of a seed, in their order."""
+    """Draw the faults of a seed, in their order."""
     draw = random.Random(seed)
     kinds = draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=faults)
     return [Fault(n, kind, round(draw.uniform(0.3, 6.0), 2), draw.random()) for n, kind in enumerate(kinds)]
@@ -75,18 +75,18 @@ class Process:
 
 @dataclass
 class Service:
-    """See the module. Belongs to one event loop; ``tell`` hears of what must not happen."""
+    """A service under faults; see the module. Belongs to one event loop; ``wrong`` collects unexplained events."""
 
     run: Path
     options: Sequence[str]
     log: Path
     wrong: list[str] = field(default_factory=list)
-    """Lines that tell of each event of the service that no fault explains."""
+    """A line for each event of the service that no fault explains."""
     workers: dict[int, Process] = field(default_factory=dict)
     life: int = 0
-    """How often the gateway was started."""
+    """Number of starts of the gateway."""
     clients: dict[int, bool] = field(default_factory=dict)
-    """The local ports of clients' connections, and whether they were cut."""
+    """Local ports of clients' connections; True if the connection was cut."""
     counts: Counter[str] = field(default_factory=Counter)
     """``_COUNTERS`` of gateways that are gone."""
 
@@ -101,7 +101,7 @@ class Service:
 
     @property
     def url(self) -> str:
-        """Where it takes requests."""
+        """URL at which the service takes requests."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
@@ -110,14 +110,14 @@ class Service:
         return self._killed or not self._up.is_set()
 
     async def start(self) -> None:
-        """Starts it, and waits until it takes requests. Raises RuntimeError where it does not in several attempts."""
+        """Start the service, and wait until it takes requests. Raises RuntimeError if several attempts fail."""
         self.life += 1
         for _ in range(_STARTS):
             await self._start()
             if self._process.returncode is None:
                 return
-            self.counts["failed_starts"] += 1  # a machine that is busy for minutes is a reason
-        raise RuntimeError(f"the service ended at its start {_STARTS} times; {self.log} says why")
+            self.counts["failed_starts"] += 1  # a machine that is busy for minutes can cause it
+        raise RuntimeError(f"the service ended at its start {_STARTS} times; {self.log} has the reason")
 
     async def _start(self) -> None:
         command = [sys.executable, "-m", "phalanx", "serve", str(self.run), "--json"]
@@ -133,7 +133,7 @@ class Service:
         self._killed = self._process.returncode is not None
 
     async def end(self) -> None:
-        """Ends it and everything that waits for it."""
+        """End the service and every task that waits for it."""
         self._killed = True
         with suppress(ProcessLookupError):
             self._process.kill()
@@ -144,7 +144,7 @@ class Service:
         await self.client.aclose()
 
     async def metrics(self) -> dict[str, float]:
-        """The sums of /metrics over labels, by name."""
+        """Return the sums of /metrics over labels, by name."""
         sums: Counter[str] = Counter()
         for line in (await self.client.get(f"{self.url}/metrics")).text.splitlines():
             if not line.startswith("#"):
@@ -153,15 +153,15 @@ class Service:
         return dict(sums)
 
     async def count(self) -> None:
-        """Adds what this gateway has counted, before it goes."""
+        """Add the counters of this gateway to ``counts`` before its end."""
         with suppress(httpx.HTTPError):
             now = await self.metrics()
             self.counts.update({name: int(now.get(f"phalanx_{name}_total", 0)) for name in _COUNTERS})
 
-    # What strikes it.
+    # Faults.
 
     async def strike(self, fault: Fault) -> str:
-        """Carries a fault out, once there is whom it strikes; what has struck."""
+        """Carry a fault out once there is a victim. Return the kind of fault that happened."""
         match fault.kind:
             case "kill worker":
                 _signal((await self._victim(fault)).pid, signal.SIGKILL)
@@ -174,7 +174,7 @@ class Service:
             case "cut worker":
                 victim = await self._victim(fault)
                 while not _cut(f"dport = :{self._router_port}", victim.pid):
-                    await asyncio.sleep(0.1)  # it has ended, and nobody has said so yet
+                    await asyncio.sleep(0.1)  # the victim has ended, and its event has not arrived yet
                     victim = await self._victim(fault)
             case "cut pages":
                 return await self._cut_pages(fault)
@@ -189,9 +189,13 @@ class Service:
 
     async def _victim(self, fault: Fault) -> Process:
         while True:
-            there = [one for number, one in sorted(self.workers.items()) if self._may_be_struck(number, one)]
-            if there:
-                return there[int(fault.draw * len(there))]
+            candidates = [
+                worker
+                for number, worker in sorted(self.workers.items())
+                if self._may_be_struck(number, worker)
+            ]
+            if candidates:
+                return candidates[int(fault.draw * len(candidates))]
             await asyncio.sleep(0.05)
 
     def _may_be_struck(self, number: int, worker: Process) -> bool:
@@ -200,7 +204,7 @@ class Service:
         return self._short[number] < _SHORT_LIVES or time.monotonic() - worker.ready_s > _STAYED_S
 
     async def _cut_pages(self, fault: Fault) -> str:
-        """Cuts transfers of pages while they go on: their source stands still until one is met. Where none comes it has only been stopped."""
+        """Cut a running transfer of pages: stop its source until there is one. If none comes, the fault was only a stop."""
         source = await self._victim(fault)
         source.stopped = True
         _signal(source.pid, signal.SIGSTOP)
@@ -217,9 +221,9 @@ class Service:
 
     async def _cut_client(self, fault: Fault) -> None:
         while True:
-            there = sorted(port for port, cut in self.clients.items() if not cut)
-            if there:
-                port = there[int(fault.draw * len(there))]
+            ports = sorted(port for port, cut in self.clients.items() if not cut)
+            if ports:
+                port = ports[int(fault.draw * len(ports))]
                 self.clients[port] = True
                 if _cut(f"sport = :{port} and dport = :{self._port}"):
                     return
@@ -228,7 +232,7 @@ class Service:
             await asyncio.sleep(0.02)
 
     async def _kill_gateway(self) -> None:
-        pids = [one.pid for one in self.workers.values()]
+        pids = [worker.pid for worker in self.workers.values()]
         self._killed = True
         self._process.kill()
         await self._reader
@@ -240,37 +244,37 @@ class Service:
             await asyncio.sleep(0.05)
         await self.start()
 
-    # What it says.
+    # Events on its standard output.
 
     async def _read(self) -> None:
         process = self._process
         assert process.stdout is not None
         async for line in process.stdout:
-            self._hear(json.loads(line))
+            self._handle(json.loads(line))
         code = await process.wait()
         if not self.away:
-            self.wrong.append(f"the gateway ended by itself ({code}); {self.log} says why")
+            self.wrong.append(f"the gateway ended by itself ({code}); {self.log} has the reason")
         self.workers.clear()
         self._up.set()
 
-    def _hear(self, said: dict[str, Any]) -> None:
-        number = said.get("worker", -1)
-        match said["event"]:
+    def _handle(self, event: dict[str, Any]) -> None:
+        number = event.get("worker", -1)
+        match event["event"]:
             case "router-listening":
-                self._router_port = int(said["address"].rpartition(":")[2])
+                self._router_port = int(event["address"].rpartition(":")[2])
             case "worker-ready":
-                port = int(said["pages"].rpartition(":")[2])
-                self.workers[number] = Process(said["pid"], said["role"], port, time.monotonic())
+                port = int(event["pages"].rpartition(":")[2])
+                self.workers[number] = Process(event["pid"], event["role"], port, time.monotonic())
             case "listening":
                 self._up.set()
             case "worker-ended":
-                gone = self.workers.pop(number, None)
-                served_s = 0.0 if gone is None else time.monotonic() - gone.ready_s
+                worker = self.workers.pop(number, None)
+                served_s = 0.0 if worker is None else time.monotonic() - worker.ready_s
                 self._short[number] = 0 if served_s > _STAYED_S else self._short[number] + 1
-                if said["again_s"] is None:
-                    self.wrong.append(f"given up: {said['text']}")
+                if event["again_s"] is None:
+                    self.wrong.append(f"given up: {event['text']}")
             case "worker-set-aside" | "worker-unable":
-                self.wrong.append(said["text"])
+                self.wrong.append(event["text"])
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -301,22 +305,22 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def _cut(which: str, pid: int = 0) -> bool:
-    """Has the kernel end established connections that a filter of ss(8) names, of a process if one is given; whether there was one."""
+def _cut(filter_: str, pid: int = 0) -> bool:
+    """Let the kernel end established connections by a filter of ss(8), of one process if ``pid`` is not 0. Return True if there was one."""
     if pid:
         listed = subprocess.run(
-            ["ss", "-Htnp", "state", "established", which], capture_output=True, text=True, check=True
+            ["ss", "-Htnp", "state", "established", filter_], capture_output=True, text=True, check=True
         ).stdout
         mine = [line.split()[2].rpartition(":")[2] for line in listed.splitlines() if f"pid={pid}," in line]
-        return any(_cut(f"sport = :{port} and {which}") for port in mine)
-    command = ["ss", "-HKtn", "state", "established", which]
+        return any(_cut(f"sport = :{port} and {filter_}") for port in mine)
+    command = ["ss", "-HKtn", "state", "established", filter_]
     return bool(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
 
 
 def free_port() -> int:
-    """A port below those that the kernel gives to clients, so that it is still free when the service is started again."""
+    """Return a port below those that the kernel gives to clients, so that it is still free when the service is started again."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as one, suppress(OSError):
-            one.bind(("127.0.0.1", port))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port

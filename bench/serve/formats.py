@@ -1,7 +1,7 @@
-"""Measures what a pack's format costs in perplexity on held-out text: ``python -m bench.serve.formats RUN_DIR``.
+"""Cost of a pack's format in perplexity on held-out text: ``python -m bench.serve.formats RUN_DIR``.
 
 The run's newest step is packed in every format, and each pack scores the same held-out sequences by the trainer's arithmetic, fp32 and bf16
-packs in their own dtype, fp8 and int8 packs in bf16. Printed are bytes of the file, perplexity, and by how much the mean loss differs from that of
+packs in their own dtype, fp8 and int8 packs in bf16. The bench prints the bytes of the file, the perplexity, and the difference of the mean loss from that of
 the bf16 pack, in nats a token, with the standard error of the differences of sequences: each sequence is compared with itself.
 
     python -m bench.serve.formats runs/quickstart-1f3a9c04 --sequences 64
@@ -32,7 +32,7 @@ _FORMATS: tuple[tuple[PackFormat, Compute], ...] = (
     ("fp8", "bf16"),
     ("int8", "bf16"),
 )
-"""Each format, and what is computed in; the first is what the others are compared with."""
+"""Each format, and the format of computation; the others are compared with the first."""
 
 _LONGEST = 1 << 30
 """Tokens of a sequence: all."""
@@ -48,7 +48,7 @@ def trained(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Parses, measures, prints."""
+    """Parse, measure, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -66,7 +66,7 @@ def main() -> None:
             scores = scorer_of(path, None, compute, stream=False, memory_bytes=None).score(texts)
             losses = [-float(values.double().mean()) for values in scores]
             base = base or losses
-            differences = [one - other for one, other in zip(losses, base, strict=True)]
+            differences = [loss - base_loss for loss, base_loss in zip(losses, base, strict=True)]
             error = statistics.stdev(differences) / math.sqrt(len(differences))
             row = {
                 "format": form,

@@ -1,6 +1,6 @@
 """The gateway's CPU seconds for each streamed token, over those of a bare uvicorn application that sends the same bytes.
 
-The engine costs nothing: it tells each of 64 streams one token in a turn. Both servers are processes of their own, whose CPU time the kernel
+The engine costs nothing: it returns one token to each of 64 streams in a turn. Both servers are processes of their own, whose CPU time the kernel
 counts; the client reads raw bytes. Rounds alternate between the two, and the median ratio counts.
 
     python -m bench.serve.gateway
@@ -30,7 +30,7 @@ BODY = {"model": "free", "prompt": [1], "max_tokens": TOKENS, "stream": True, "s
 
 
 def gateway() -> ASGIApp:
-    """The gateway over an engine that costs nothing."""
+    """Return the gateway over an engine that costs nothing."""
     from phalanx.data.tokenizers.tokenizer import BytesTokenizer
     from phalanx_serve.http.app import Gateway, application
     from phalanx_serve.http.limits import Limits
@@ -59,20 +59,20 @@ def gateway() -> ASGIApp:
             self.left.pop(request_id, None)
 
         def step(self) -> Sequence[EngineOutput]:
-            # A turn of a real engine takes time too; without any, one text would be told at once.
+            # A turn of a real engine takes time too; without it, all of a text would be sent at once.
             time.sleep(0.002)
-            told: list[EngineOutput] = []
+            outputs: list[EngineOutput] = []
             for name, (index, most) in list(self.left.items()):
                 if index == most:
-                    told.append(Ended(name, "length"))
+                    outputs.append(Ended(name, "length"))
                     del self.left[name]
                 else:
-                    told.append(Token(name, index, 97 + index % 26))
+                    outputs.append(Token(name, index, 97 + index % 26))
                     self.left[name] = (index + 1, most)
-            return told
+            return outputs
 
     text = ModelText("free", BytesTokenizer(), frozenset(), 256)
-    # None is sent away for its wait: a busy machine is slow to serve, and what is measured is its processor's time.
+    # No request is refused for its predicted wait: a busy machine is slow, and the bench measures processor time.
     patient = Limits(wait_s=1e9)
     return application(
         Gateway(text, EngineWorker(Free(), ModelIdentity("0" * 16, "free", 4096)), None, patient)
@@ -80,7 +80,7 @@ def gateway() -> ASGIApp:
 
 
 def bare(events: list[bytes]) -> ASGIApp:
-    """An application that answers everything with these events, one message each."""
+    """Return an application that answers every request with these events, one message each."""
     import asyncio
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,7 +104,7 @@ def bare(events: list[bytes]) -> ASGIApp:
 
 
 def serve(app: ASGIApp) -> None:
-    """Serves at a free port, which is printed."""
+    """Serve at a free port, and print it."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     sock.listen(256)
@@ -114,13 +114,13 @@ def serve(app: ASGIApp) -> None:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system seconds of a process so far."""
+    """Return the user and system seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def load(port: int, streams: int) -> list[bytes]:
-    """Reads the answers of ``streams`` requests at once."""
+    """Send ``streams`` requests at once, and return their answers."""
     body = json.dumps(BODY).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     chosen, answers = selectors.DefaultSelector(), dict[int, bytearray]()
@@ -140,11 +140,11 @@ def load(port: int, streams: int) -> list[bytes]:
             if not got:
                 chosen.unregister(sock)
                 left -= 1
-    return [bytes(one) for one in answers.values()]
+    return [bytes(answer) for answer in answers.values()]
 
 
 def start(*words: str) -> tuple[subprocess.Popen[str], int]:
-    """A server and its port."""
+    """Start a server. Return its process and port."""
     process = subprocess.Popen(
         [sys.executable, "-m", "bench.serve.gateway", *words], stdout=subprocess.PIPE, text=True
     )
@@ -153,7 +153,7 @@ def start(*words: str) -> tuple[subprocess.Popen[str], int]:
 
 
 def main() -> None:
-    """Prints the ratio."""
+    """Print the ratio."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--serve", choices=["gateway", "bare"])
     parser.add_argument("--events", type=Path)
@@ -165,7 +165,7 @@ def main() -> None:
         serve(gateway())
         return
     if chosen.serve == "bare":
-        serve(bare([one + b"\n\n" for one in chosen.events.read_bytes().split(b"\n\n") if one]))
+        serve(bare([event + b"\n\n" for event in chosen.events.read_bytes().split(b"\n\n") if event]))
         return
     import tempfile
 
@@ -188,16 +188,16 @@ def main() -> None:
             for process, where in ((ours, port), (theirs, bare_port)):
                 before = cpu_s(process.pid)
                 answers = load(where, streams)
-                short = [one for one in answers if one.count(b"data: ") != len(lines)]
+                short = [answer for answer in answers if answer.count(b"data: ") != len(lines)]
                 assert not short, short[0][:500]
                 pair.append((cpu_s(process.pid) - before) / (streams * TOKENS))
             costs.append((pair[0], pair[1]))
             record({"cpu_s_per_token": pair[0], "of_uvicorn": pair[1]}, is_printed=False)
     finally:
-        for one in (ours, theirs):
-            if one is not None:
-                one.kill()
-                one.wait()
+        for server in (ours, theirs):
+            if server is not None:
+                server.kill()
+                server.wait()
     ratio = statistics.median(a / max(b, 1e-9) for a, b in costs)  # a tick of the clock at least
     mine, base = (statistics.median(column) for column in zip(*costs, strict=True))
     print(

@@ -1,4 +1,4 @@
-"""Latent attention, its keys and values expanded anew or its matrix absorbed: decoding behind long texts, and what a step of training costs.
+"""Latent attention, its keys and values expanded or its matrix absorbed: decoding behind long texts, and the cost of a step of training.
 
     python -m bench.serve.latent [--lengths 256,1024,4096] [--training] [--rounds 3]
 
@@ -38,7 +38,7 @@ def random_model(absorbed: bool) -> Transformer:
 
 
 def step_s(model: Transformer, numerics: Numerics, length: int, steps: int = 12) -> float:
-    """The median seconds of a step that decodes behind ``length`` tokens."""
+    """Return the median seconds of a step that decodes behind ``length`` tokens."""
     if numerics == "fast":
         operations.end()
     engine = Engine(model, model.spec, pages=length // 64 + 2, numerics=numerics, weights_id="bench")
@@ -54,7 +54,7 @@ def step_s(model: Transformer, numerics: Numerics, length: int, steps: int = 12)
 
 
 def learnt_s(model: Transformer, length: int) -> float:
-    """Seconds of forward and backward over one sequence."""
+    """Return the seconds of forward and backward over one sequence."""
     tokens = torch.randint(4096, (1, length), generator=torch.Generator().manual_seed(1))
     model.requires_grad_(True)
     begin = time.perf_counter()
@@ -77,12 +77,12 @@ def main() -> None:
     parser.add_argument("--lengths", default="256,1024,4096")
     parser.add_argument("--training", action="store_true")
     parser.add_argument("--rounds", type=int, default=3, help="the least of so many is taken")
-    given = parser.parse_args()
+    options = parser.parse_args()
     head = MLA.nope_head_dim + MLA.value_head_dim
     wide = MLA.kv_rank + MLA.rope_head_dim
-    for length in map(int, given.lengths.split(",")):
-        if given.training:
-            compare_training(length, given.rounds)
+    for length in map(int, options.lengths.split(",")):
+        if options.training:
+            compare_training(length, options.rounds)
             continue
         rounds = [
             (
@@ -90,7 +90,7 @@ def main() -> None:
                 step_s(random_model(absorbed=True), "exact", length),
                 step_s(random_model(absorbed=False), "fast", length),
             )
-            for _ in range(given.rounds)
+            for _ in range(options.rounds)
         ]
         expanded, absorbed, fast = (min(column) for column in zip(*rounds, strict=True))
         counted = (

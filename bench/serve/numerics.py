@@ -1,4 +1,4 @@
-"""What rows that are independent of each other cost a mixture of experts: training and scoring over the same with rows as they come.
+"""Cost of independent rows to a mixture of experts: training and scoring over the same with rows as they come.
 
     python -m bench.serve.numerics [--dim 256 --layers 4 --experts 16] [--rounds 5] [--format float32]
 
@@ -56,22 +56,22 @@ def seconds(work: Callable[[Transformer, Tensor], None], model: Transformer, tok
 
 
 def main() -> None:
-    """Prints two lines for each format."""
+    """Print two lines for each format."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--format", choices=["float32", "bfloat16"], help="this one alone")
-    given = parser.parse_args()
+    options = parser.parse_args()
     tokens = torch.randint(0, 4096, (4, 512), generator=torch.Generator().manual_seed(0))
-    formats = (given.format,) if given.format else ("float32", "bfloat16")
+    formats = (options.format,) if options.format else ("float32", "bfloat16")
     for dtype in (getattr(torch, name) for name in formats):
-        free, apart = (mixture(given.dim, given.layers, given.experts, dtype) for _ in range(2))
+        free, apart = (mixture(options.dim, options.layers, options.experts, dtype) for _ in range(2))
         make_rows_independent(apart)
         for work in (train, score):
             pairs = []
-            for _ in range(given.rounds + 1):
+            for _ in range(options.rounds + 1):
                 pairs.append((seconds(work, free, tokens), seconds(work, apart, tokens)))
             ratios = sorted(before / after for before, after in pairs[1:])
             rate = tokens.numel() / statistics.median(after for _, after in pairs[1:])

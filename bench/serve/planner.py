@@ -2,7 +2,7 @@
 
     python -m bench.serve.planner
 
-Nothing in the planner is fitted to these rows. A row's factor is the median of measured / predicted of the *other* rows of its stack
+The planner has no constant that was fitted to these rows. A row's factor is the median of measured / predicted of the *other* rows of its stack
 that are not held out (of its family if its stack has no other). Held out is a quarter of the rows, by the first byte of the SHA-256
 of a row's name: the rule is fixed, and no factor sees them. Rows whose batch or lengths nobody has published (GB200, GB300,
 InferenceX, vLLM's 2.2 k tokens/s on H200) cannot be predicted and are left out.
@@ -28,13 +28,13 @@ Row = dict[str, str]
 
 
 def is_held_out(row: Row) -> bool:
-    """True for a quarter of all names."""
+    """Return True for a quarter of all names."""
     return hashlib.sha256(row["name"].encode()).digest()[0] % 4 == 0
 
 
 def predicted(row: Row) -> float:
-    """The planner's prediction, in the row's unit."""
-    rows, held = float(row["rows"]), float(row["held"])
+    """Return the planner's prediction, in the row's unit."""
+    rows, kept_tokens = float(row["rows"]), float(row["held"])
     if row["family"] == "streaming":  # OPT-30B in 16 bits, over the host link that FlexGen's machine reached
         return tokens_per_s(rows, 60e9, 12e9)
     place = cluster(row["cluster"])
@@ -44,14 +44,14 @@ def predicted(row: Row) -> float:
         Division(1, int(row["ranks"])),
         row["format"],
         rows,
-        held,
+        kept_tokens,
         prefill=row["family"] == "prefill",
     )
     return place.per_node * rows / step_s(step, overlap=row["overlap"] == "yes")
 
 
 def factor(row: Row, rows: Iterable[tuple[Row, float]]) -> float:
-    """Measured over predicted, of the others that may be learned from."""
+    """Return measured over predicted of the other rows that are not held out."""
     others = [
         (other, float(other["measured"]) / value)
         for other, value in rows
@@ -63,7 +63,7 @@ def factor(row: Row, rows: Iterable[tuple[Row, float]]) -> float:
 
 
 def main() -> None:
-    """Prints all rows, medians by family, and the fleet of DeepSeek's day."""
+    """Print all rows, medians by family, and the fleet of DeepSeek's day."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
@@ -74,13 +74,16 @@ def main() -> None:
     for row, value in rows:
         measured = float(row["measured"])
         raw, after = value / measured - 1, value * factor(row, rows) / measured - 1
-        held = is_held_out(row)
-        errors.setdefault(row["family"], []).append((abs(raw), abs(after), held))
+        is_unseen = is_held_out(row)
+        errors.setdefault(row["family"], []).append((abs(raw), abs(after), is_unseen))
         print(
-            f"{row['name']:24} {measured:10,.4g} {value:10,.4g} {raw:+8.1%} {after:+9.1%}{' held out' if held else ''}"
+            f"{row['name']:24} {measured:10,.4g} {value:10,.4g} {raw:+8.1%} {after:+9.1%}{' held out' if is_unseen else ''}"
         )
-    for family, found in (*errors.items(), ("all", [each for some in errors.values() for each in some])):
-        raw_median, after_median = (median(each[place] for each in found) for place in (0, 1))
+    for family, family_errors in (
+        *errors.items(),
+        ("all", [each for some in errors.values() for each in some]),
+    ):
+        raw_median, after_median = (median(each[place] for each in family_errors) for place in (0, 1))
         print(
             f"{family}: median error raw {raw_median:.1%} (goal 25 %), after one factor {after_median:.1%} (goal 12 %)"
         )

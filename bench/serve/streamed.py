@@ -2,13 +2,13 @@
 
 A model with random weights is saved by the real writers, and served three times by the real command:
 
-1. from memory, without a cap: the seconds of a pass of B texts, t(B), and what the texts are;
+1. from memory, without a cap: the seconds of a pass of B texts, t(B), and the texts;
 2. from memory, under the cap: it must be killed, which proves the cap;
 3. streamed, under the cap, with ``--memory`` the cap: tokens/s of B texts at a time, tokens and log-probabilities equal to those of 1.
 
 The closed form is tokens/s = B / max(W / BW, t(B)), where W are the bytes that a pass reads and BW is the rate at which this disk reads the same
-file from its beginning to its end (O_DIRECT, 8 MiB at a time, two threads, before and after). For a dense model W is reckoned from what stays
-in memory and compared with what the kernel counts; for a mixture W is counted, and told beside what experts chosen uniformly without a cache would
+file from its beginning to its end (O_DIRECT, 8 MiB at a time, two threads, before and after). For a dense model W is computed from the layers that stay
+in memory and compared with the count of the kernel; for a mixture W is counted, and printed beside the bytes that experts chosen uniformly without a cache would
 read. Ratios are speeds: 1 is the limit (goal: 0.9).
 
     python -m bench.serve.streamed
@@ -52,7 +52,7 @@ _COMMAND = "import sys, torch; torch.set_num_threads(int(sys.argv.pop(1))); from
 
 
 def main() -> None:
-    """Parses, measures, prints."""
+    """Parse, measure, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, object]]:
-    """A row for what was capped, and one for each number of texts."""
+    """Yield a row for the server under the cap, and a row for each number of texts."""
     path = make_pack(arguments, folder)
     index = open_pack(path).index
     options = [
@@ -94,14 +94,14 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, o
             resident[batch] = texts(server, batch, arguments.tokens)
     cap = arguments.cap_mib << 20
     with capped(cap, 1) as limit:
-        code, said = ended([str(folder / "run"), *options], limit.enter)
+        code, last_line = ended([str(folder / "run"), *options], limit.enter)
         yield {
             "model_MiB": path.stat().st_size >> 20,
             "cap_MiB": arguments.cap_mib,
             "cap": limit.kind,
             "from_memory_under_the_cap": f"signal {signal.Signals(-code).name}"
             if code < 0
-            else f"exit code {code}: {said}",
+            else f"exit code {code}: {last_line}",
         }
     with (
         capped(cap, 2) as limit,
@@ -111,11 +111,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, o
             rate = disk_rate(path)
             texts(server, batch, 2)
             before = read_bytes(server.pid)
-            seconds, found = texts(server, batch, arguments.tokens)
+            seconds, decoded = texts(server, batch, arguments.tokens)
             read = (read_bytes(server.pid) - before) / arguments.tokens
             rate = (rate + disk_rate(path)) / 2
             pass_s, expected = resident[batch]
-            experts = [one.nbytes for one in index.sections if one.kind == "expert"]
+            experts = [section.nbytes for section in index.sections if section.kind == "expert"]
             row: dict[str, object] = {
                 "texts": batch,
                 "disk_GB_s": round(rate / 1e9, 2),
@@ -125,7 +125,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, o
                 "measured_over_closed_form": round(max(read / rate, pass_s) / seconds, 3),
                 "disk_share": round(read / rate / seconds, 3),
                 "resident_tokens_s": round(batch / pass_s, 2),
-                "equal_bits": found == expected,
+                "equal_bits": decoded == expected,
                 "peak_MiB": peak_bytes(server.pid) >> 20,
                 "group_peak_MiB": limit.peak_bytes() >> 20,
             }
@@ -141,30 +141,30 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, o
 
 
 def bodies(index: Any, note: str) -> float:
-    """Bytes of the layers' bodies that a pass reads, by how many of them stay."""
-    sizes = [one.nbytes for one in index.sections if one.kind == "block"]
-    found = re.search(r"(\d+) of \d+ layers stay", note)
-    assert found, note
-    return sum(sizes) * (1 - int(found[1]) / len(sizes))
+    """Return the bytes of the layers' bodies that a pass reads, from the number of layers that stay in memory."""
+    sizes = [section.nbytes for section in index.sections if section.kind == "block"]
+    match = re.search(r"(\d+) of \d+ layers stay", note)
+    assert match, note
+    return sum(sizes) * (1 - int(match[1]) / len(sizes))
 
 
 class Server:
     """A server that takes requests."""
 
-    def __init__(self, url: str, pid: int, said: list[str]) -> None:
-        self.url, self.pid, self._said = url, pid, said
+    def __init__(self, url: str, pid: int, errors: list[str]) -> None:
+        self.url, self.pid, self._errors = url, pid, errors
 
     @property
     def note(self) -> str:
         """The server's standard error so far."""
-        return "".join(self._said)
+        return "".join(self._errors)
 
 
 @contextmanager
 def served(
     path: Path, *options: str, enter: Callable[[], None] | None = None, threads: int = 1
 ) -> Iterator[Server]:
-    """``phalanx serve``, until the block ends."""
+    """Run ``phalanx serve`` until the block ends."""
     process = start([str(path), *options], enter, threads)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -172,18 +172,18 @@ def served(
     reader = threading.Thread(target=lambda: note.extend(process.stderr or []), daemon=True)
     reader.start()
     try:
-        found = re.search(r"http://\S+", process.stdout.readline())
-        if found is None:
+        match = re.search(r"http://\S+", process.stdout.readline())
+        if match is None:
             reader.join()
             raise SystemExit("".join(note) or f"the server ended with {process.wait()}")
-        yield Server(found[0], process.pid, note)
+        yield Server(match[0], process.pid, note)
     finally:
         process.terminate()
         process.wait()
 
 
 def start(words: list[str], enter: Callable[[], None] | None, threads: int = 1) -> subprocess.Popen[str]:
-    """The command's process. By default one thread computes, so that the two that read have a processor."""
+    """Start the command. By default one thread computes, so that the two reading threads have a processor."""
     return subprocess.Popen(
         [sys.executable, "-c", _COMMAND, str(threads), "serve", *words, "--port", "0"],
         stdout=subprocess.PIPE,
@@ -195,7 +195,7 @@ def start(words: list[str], enter: Callable[[], None] | None, threads: int = 1) 
 
 
 def ended(words: list[str], enter: Callable[[], None]) -> tuple[int, str]:
-    """How a server ends that is not to have started; it is ended if it listens."""
+    """Start a server that must fail. Return its exit code and last line; it is ended if it listens."""
     process = start(words, enter)
     assert process.stdout is not None
     if process.stdout.readline():
@@ -205,11 +205,11 @@ def ended(words: list[str], enter: Callable[[], None]) -> tuple[int, str]:
 
 
 def texts(server: Server, batch: int, tokens: int) -> tuple[float, Any]:
-    """Seconds of a token of ``batch`` texts at a time, and their ids and log-probabilities."""
+    """Return the seconds of a token of ``batch`` texts at a time, and their ids and log-probabilities."""
     with httpx.Client(timeout=600) as client:
         model = client.get(f"{server.url}/models").json()["data"][0]["id"]
 
-        def ask(number: int) -> Any:
+        def complete(number: int) -> Any:
             body = {
                 "model": model,
                 "prompt": [number + 1, 7, 9],
@@ -226,12 +226,12 @@ def texts(server: Server, batch: int, tokens: int) -> tuple[float, Any]:
 
         with ThreadPoolExecutor(batch) as pool:
             began = time.perf_counter()
-            found = list(pool.map(ask, range(batch)))
-            return (time.perf_counter() - began) / tokens, found
+            choices = list(pool.map(complete, range(batch)))
+            return (time.perf_counter() - began) / tokens, choices
 
 
 def disk_rate(path: Path) -> float:
-    """Bytes a second of reading a file from its beginning to its end, past the page cache."""
+    """Return the bytes a second of reading a file from its beginning to its end, past the page cache."""
     size = path.stat().st_size // _BLOCK * _BLOCK
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     half = size // 2 // _BLOCK * _BLOCK
@@ -250,21 +250,21 @@ def disk_rate(path: Path) -> float:
 
 
 def read_bytes(pid: int) -> int:
-    """Bytes that a process has had read from disks (proc(5), /proc/PID/io)."""
-    found = re.search(r"^read_bytes: (\d+)", Path(f"/proc/{pid}/io").read_text(), re.MULTILINE)
-    assert found
-    return int(found[1])
+    """Return the bytes that a process has read from disks (proc(5), /proc/PID/io)."""
+    match = re.search(r"^read_bytes: (\d+)", Path(f"/proc/{pid}/io").read_text(), re.MULTILINE)
+    assert match
+    return int(match[1])
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process has held."""
-    found = re.search(r"^VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    assert found
-    return int(found[1]) << 10
+    """Return the peak memory of a process."""
+    match = re.search(r"^VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert match
+    return int(match[1]) << 10
 
 
 def make_pack(arguments: argparse.Namespace, folder: Path) -> Path:
-    """The pack of a run with random weights."""
+    """Make the pack of a run with random weights."""
     moe = (
         MoeSpec(experts=arguments.experts, per_token=2, ffn_dim=2 * arguments.dim, first_dense=1)
         if arguments.experts

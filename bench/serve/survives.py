@@ -1,13 +1,13 @@
-"""Shows what survives: streamed requests to a service of real processes while faults strike it, each answer compared by bits.
+"""Streamed requests to a service of real processes while faults strike it, each answer compared by bits.
 
     python -m bench.serve.survives --requests 10000 --faults 1000 --seed 0
 
-A tiny model with random weights (or that of RUN_DIR) answers a pool of distinct requests, prompts of 1 to 300 tokens some of which begin alike, from one undisturbed process. Then
-``phalanx serve --workers prefill:1,decode:3`` answers requests drawn from the pool, many at a time, while faults drawn from the seed strike (``bench.serve.faults``): workers and the gateway are killed, stand still, hand over; their
+A tiny model with random weights (or that of RUN_DIR) answers a pool of distinct requests, prompts of 1 to 300 tokens some of which share a beginning, from one undisturbed process. Then
+``phalanx serve --workers prefill:1,decode:3`` answers requests drawn from the pool, many at a time, while faults drawn from the seed strike (``bench.serve.faults``): workers and the gateway are killed, stop, hand over; their
 connections, transfers of pages and clients' connections are cut; clients hang up. A client whose connection ends sends the same request again. Of each
-attempt, also of one that ends in the middle, every token, its log-probability and those of the likeliest others, and the text are compared with the undisturbed answer: what is not there at an answer's end is *lost*, what comes again
-is *doubled*, what is another is *changed*. At the end no text may be running and no page in use. Pages are few (``--memory``), so that texts are preempted and prefixes evicted. Requests wait for the faults that are due before them.
-Ctrl-C prints what was found so far. The exit code is 1 if anything was wrong.
+attempt, also of one that ends in the middle, every token, its log-probability and those of the likeliest others, and the text are compared with the undisturbed answer: a token that is missing at an answer's end is *lost*, a repeated
+one is *doubled*, a different one is *changed*. At the end no text may be running and no page in use. Pages are few (``--memory``), so that texts are preempted and prefixes evicted. Requests wait for the faults that are due before them.
+Ctrl-C prints the results so far. The exit code is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _PATIENCE_S = 3600.0
 _AHEAD = 3
 """Faults that may be due before requests wait for them."""
 
-Said = tuple[Any, ...]
-"""A token as its client heard of it: id, log-probability, the likeliest others."""
+ReceivedToken = tuple[Any, ...]
+"""A token as its client received it: id, log-probability, the likeliest others."""
 
 
 @dataclass
-class Heard:
-    """The tokens, text and end of one streamed answer, as far as they have come."""
+class StreamedAnswer:
+    """The tokens, text and end of one streamed answer, as far as they have arrived."""
 
-    tokens: list[Said] = field(default_factory=list)
+    tokens: list[ReceivedToken] = field(default_factory=list)
     text: str = ""
     finish: str = ""
     made_by: set[str] = field(default_factory=set)
@@ -54,7 +54,7 @@ class Heard:
     error: str = ""
 
     def take(self, event: dict[str, Any]) -> None:
-        """Adds an event of the stream."""
+        """Add an event of the stream."""
         if "error" in event:
             self.error = event["error"]["message"]
             return
@@ -64,31 +64,36 @@ class Heard:
         probable = choice["logprobs"] or {"token_logprobs": [], "top_logprobs": []}
         others = probable["top_logprobs"] or [None] * len(ids)
         self.tokens += [
-            (one, logprob, json.dumps(top))
-            for one, logprob, top in zip(ids, probable["token_logprobs"], others, strict=True)
+            (token, logprob, json.dumps(top))
+            for token, logprob, top in zip(ids, probable["token_logprobs"], others, strict=True)
         ]
         self.text += choice["text"]
         self.finish = choice["finish_reason"] or self.finish
 
 
-def judged(wanted: Heard, heard: Heard) -> str:
-    """Compares an answer with the undisturbed one: says whether a token was ``lost``, ``doubled`` or ``changed``, and where; empty if it has the same
-    beginning, or is the same."""
-    for place, (one, other) in enumerate(zip(wanted.tokens, heard.tokens, strict=False)):
-        if one != other:
-            kind = "doubled" if place and other == wanted.tokens[place - 1] else "changed"
-            return f"{kind}: token {place} is {other}, undisturbed {one}"
-    if len(heard.tokens) > len(wanted.tokens):
-        return f"doubled: {len(heard.tokens)} tokens, undisturbed {len(wanted.tokens)}"
-    if not wanted.text.startswith(heard.text) or heard.made_by - wanted.made_by:
+def judged(expected: StreamedAnswer, answer: StreamedAnswer) -> str:
+    """Compare an answer with the undisturbed one. Return the first difference, which begins with ``lost``, ``doubled`` or ``changed``; empty if
+    the answer is a beginning of the undisturbed one."""
+    for place, (right, token) in enumerate(zip(expected.tokens, answer.tokens, strict=False)):
+        if right != token:
+            kind = "doubled" if place and token == expected.tokens[place - 1] else "changed"
+            return f"{kind}: token {place} is {token}, undisturbed {right}"
+    if len(answer.tokens) > len(expected.tokens):
+        return f"doubled: {len(answer.tokens)} tokens, undisturbed {len(expected.tokens)}"
+    if not expected.text.startswith(answer.text) or answer.made_by - expected.made_by:
         return "changed: the text, or the fingerprint"
-    if heard.done and (heard.tokens, heard.text, heard.finish) != (wanted.tokens, wanted.text, wanted.finish):
-        return f"lost: {len(heard.tokens)} tokens of {len(wanted.tokens)}"
+    is_equal = (answer.tokens, answer.text, answer.finish) == (
+        expected.tokens,
+        expected.text,
+        expected.finish,
+    )
+    if answer.done and not is_equal:
+        return f"lost: {len(answer.tokens)} tokens of {len(expected.tokens)}"
     return ""
 
 
 def pool(seed: int, distinct: int) -> list[dict[str, Any]]:
-    """The bodies of distinct requests."""
+    """Return the bodies of distinct requests."""
     draw = random.Random(seed)
 
     def ids(most: int) -> list[int]:
@@ -113,22 +118,22 @@ def pool(seed: int, distinct: int) -> list[dict[str, Any]]:
 
 
 @dataclass
-class Found:
-    """What was found."""
+class SurvivalReport:
+    """Counts of requests and faults, and the differences."""
 
     requests: int = 0
-    """Answers that came whole, and right."""
+    """Complete and right answers."""
     attempts: int = 0
     tokens: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     sent_away: int = 0
-    """429 and 503, after which the client asked again."""
+    """Responses 429 and 503, after which the client sent the request again."""
     wrong: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     def line(self) -> str:
-        """For people."""
+        """Return the report as a line of text."""
         faults = sum(self.faults.values())
         return (
             f"{self.requests} requests ({self.tokens} tokens, {self.attempts} attempts, {self.sent_away} sent away) under {faults} faults in "
@@ -143,19 +148,19 @@ class Survival:
         self,
         service: Service,
         bodies: list[dict[str, Any]],
-        wanted: list[Heard],
+        expected: list[StreamedAnswer],
         faults: list[Fault],
         seed: int,
     ) -> None:
-        self.found = Found(wrong=service.wrong)
-        self._service, self._bodies, self._wanted = service, bodies, wanted
+        self.report = SurvivalReport(wrong=service.wrong)
+        self._service, self._bodies, self._expected = service, bodies, expected
         self._faults, self._draw = faults, random.Random(f"requests {seed}")
-        self._asked = 0
+        self._sent = 0
         self._struck = asyncio.Event()
         self._hang_up = 0
 
     async def go(self, requests: int, concurrency: int) -> None:
-        """Asks for so many answers, and strikes at the same pace. What is found is in ``found``, at any time."""
+        """Send ``requests`` requests, and strike at the same pace. ``report`` has the results so far at any time."""
         began = time.monotonic()
         self._requests = requests
         numbers = iter(range(requests))
@@ -170,89 +175,89 @@ class Survival:
                 task.cancel()
             await asyncio.gather(*work, strikes, clock, return_exceptions=True)
             await self._service.count()
-            self.found.counts = dict(self._service.counts)
-            if differ := self.found.counts.get("audit_differences"):
-                self.found.wrong.append(f"{differ} audits differ")
+            self.report.counts = dict(self._service.counts)
+            if differ := self.report.counts.get("audit_differences"):
+                self.report.wrong.append(f"{differ} audits differ")
 
     async def _keep_time(self, began: float) -> None:
         while True:
             await asyncio.sleep(1)
-            self.found.seconds = time.monotonic() - began
-            if int(self.found.seconds) % 20 == 0:
-                print(self.found.line(), file=sys.stderr, flush=True)
+            self.report.seconds = time.monotonic() - began
+            if int(self.report.seconds) % 20 == 0:
+                print(self.report.line(), file=sys.stderr, flush=True)
 
     async def _strike(self) -> None:
         for fault in self._faults:
-            while self._asked * len(self._faults) < fault.number * self._requests:
+            while self._sent * len(self._faults) < fault.number * self._requests:
                 await asyncio.sleep(0.02)
             if fault.kind == "hang up":
                 self._hang_up += 1
                 kind = fault.kind
             else:
                 kind = await self._service.strike(fault)
-            self.found.faults[kind] += 1
+            self.report.faults[kind] += 1
             self._struck.set()
 
     async def _client(self, numbers: Iterator[int]) -> None:
         for number in numbers:
-            while number * len(self._faults) > (self.found.faults.total() + _AHEAD) * self._requests:
+            while number * len(self._faults) > (self.report.faults.total() + _AHEAD) * self._requests:
                 self._struck.clear()
                 await self._struck.wait()
-            self._asked = max(self._asked, number)
+            self._sent = max(self._sent, number)
             case = self._draw.randrange(len(self._bodies))
             await self._answer(number, case)
 
     async def _answer(self, number: int, case: int) -> None:
-        """Asks until the answer has come whole."""
+        """Send a request until its answer is complete."""
         end = time.monotonic() + _PATIENCE_S
-        wanted = self._wanted[case]
+        expected = self._expected[case]
         while time.monotonic() < end:
-            heard = Heard()
+            answer = StreamedAnswer()
             leave_at = -1
             if self._hang_up:
                 self._hang_up -= 1
-                leave_at = self._draw.randrange(len(wanted.tokens))
+                leave_at = self._draw.randrange(len(expected.tokens))
             life = self._service.life
-            excused = await self._attempt(case, heard, leave_at) or life != self._service.life
-            what = judged(wanted, heard) or (f"failed: {heard.error}" if heard.error else "")
-            if not what and not heard.done and not excused:
-                what = "failed: the connection ended"
-            if what:
-                self.found.wrong.append(f"request {number}, case {case}: {what}")
+            excused = await self._attempt(case, answer, leave_at) or life != self._service.life
+            flaw = judged(expected, answer) or (f"failed: {answer.error}" if answer.error else "")
+            if not flaw and not answer.done and not excused:
+                flaw = "failed: the connection ended"
+            if flaw:
+                self.report.wrong.append(f"request {number}, case {case}: {flaw}")
                 return
-            if heard.done:
-                self.found.requests += 1
-                self.found.tokens += len(heard.tokens)
+            if answer.done:
+                self.report.requests += 1
+                self.report.tokens += len(answer.tokens)
                 return
             await asyncio.sleep(0.1)
-        self.found.wrong.append(f"request {number}, case {case}: failed: no answer in {_PATIENCE_S:g} s")
+        self.report.wrong.append(f"request {number}, case {case}: failed: no answer in {_PATIENCE_S:g} s")
 
-    async def _attempt(self, case: int, heard: Heard, leave_at: int) -> bool:
-        """Asks once; whether there is a reason for an answer that does not end."""
+    async def _attempt(self, case: int, answer: StreamedAnswer, leave_at: int) -> bool:
+        """Send the request once. Return True if there is a reason for an answer that does not end."""
         service, port = self._service, 0
         try:
             async with service.client.stream(
                 "POST", f"{service.url}/v1/completions", json=self._bodies[case], timeout=_PATIENCE_S
-            ) as answer:
-                self.found.attempts += 1
-                if answer.status_code in (429, 503):
-                    body = await answer.aread()
+            ) as response:
+                self.report.attempts += 1
+                if response.status_code in (429, 503):
+                    body = await response.aread()
                     if b"no worker is left" in body:
-                        heard.error = body.decode()
-                    self.found.sent_away += 1
-                    await asyncio.sleep(min(2.0, float(answer.headers.get("Retry-After", 1))))
+                        answer.error = body.decode()
+                    self.report.sent_away += 1
+                    await asyncio.sleep(min(2.0, float(response.headers.get("Retry-After", 1))))
                     return True
-                port = answer.extensions["network_stream"].get_extra_info("client_addr")[1]
+                port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
                 service.clients[port] = False
-                if answer.status_code != 200:
-                    heard.error = (await answer.aread()).decode()
+                if response.status_code != 200:
+                    answer.error = (await response.aread()).decode()
                     return False
-                async for line in answer.aiter_lines():
+                async for line in response.aiter_lines():
                     if line == "data: [DONE]":
-                        heard.done = not heard.error
+                        answer.done = not answer.error
                     elif line.startswith("data: "):
-                        heard.take(json.loads(line[6:]))
-                        if len(heard.tokens) > leave_at >= 0:
+                        answer.take(json.loads(line[6:]))
+                        if len(answer.tokens) > leave_at >= 0:
                             return True
             return False
         except httpx.TransportError:
@@ -261,7 +266,7 @@ class Survival:
             service.clients.pop(port, None)
 
     async def _rest(self) -> None:
-        """All workers come back, and nothing is held for texts that have ended."""
+        """Wait until all workers are ready and hold nothing for ended texts."""
         end = time.monotonic() + _PATIENCE_S
         left: dict[str, float] = {}
         while time.monotonic() < end:
@@ -270,7 +275,7 @@ class Survival:
                 now = await self._service.metrics()
                 names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
                 left = {name: now[name] for name in names}
-                jobs = sum(one["jobs"] for one in health["workers"])
+                jobs = sum(worker["jobs"] for worker in health["workers"])
                 if (
                     not jobs
                     and not any(left.values())
@@ -278,29 +283,29 @@ class Survival:
                 ):
                     return
             await asyncio.sleep(0.2)
-        self.found.wrong.append(f"at rest something is left: {left}, {health['workers']}")
+        self.report.wrong.append(f"at rest something is left: {left}, {health['workers']}")
 
 
-async def undisturbed(run: Path, log: Path, bodies: list[dict[str, Any]]) -> list[Heard]:
-    """What one process answers, each request by itself."""
+async def undisturbed(run: Path, log: Path, bodies: list[dict[str, Any]]) -> list[StreamedAnswer]:
+    """Return the answers of one process to each request by itself."""
     service = Service(run, ("--context", str(_CONTEXT), "--name", "survivor"), log)
     await service.start()
     try:
         quiet = Survival(service, bodies, [], [], 0)
         answers = []
         for case in range(len(bodies)):
-            heard = Heard()
-            await quiet._attempt(case, heard, -1)
-            if not heard.done:
-                raise RuntimeError(f"the undisturbed service does not answer: {heard.error}")
-            answers.append(heard)
+            answer = StreamedAnswer()
+            await quiet._attempt(case, answer, -1)
+            if not answer.done:
+                raise RuntimeError(f"the undisturbed service does not answer: {answer.error}")
+            answers.append(answer)
         return answers
     finally:
         await service.end()
 
 
 def make_run(run: Path) -> Path:
-    """The directory of a run with random weights and a tokenizer of bytes."""
+    """Write the directory of a run with random weights and a tokenizer of bytes."""
     from bench.common.saved_run import save_run_of_bytes
     from phalanx.run.kinds.whole_model import resolve
     from phalanx.run.spec import ModelSpec
@@ -312,8 +317,8 @@ def make_run(run: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How much is asked of the service."""
+class SurvivalLoad:
+    """Requests and faults for a service, and its size."""
 
     requests: int
     faults: int
@@ -325,27 +330,25 @@ class Asked:
     audit: float = 0.02
 
 
-async def survived(run: Path, asked: Asked, folder: Path, found: list[Found]) -> None:
-    """Runs it; what is found is put into ``found`` before it begins to be, and is there when this is cancelled."""
-    bodies = pool(asked.seed, asked.distinct)
-    wanted = await undisturbed(run, folder / "undisturbed.log", bodies)
-    print(
-        f"{len(bodies)} undisturbed answers; what the service prints: {folder}", file=sys.stderr, flush=True
-    )
-    options = ["--context", str(_CONTEXT), "--name", "survivor", "--threads", "1", "--workers", asked.workers]
-    options += ["--memory", asked.memory, "--audit", str(asked.audit)]
+async def survived(run: Path, load: SurvivalLoad, folder: Path, reports: list[SurvivalReport]) -> None:
+    """Run a service under load and faults. Append the report to ``reports`` before the first request, so that it survives a cancellation."""
+    bodies = pool(load.seed, load.distinct)
+    expected = await undisturbed(run, folder / "undisturbed.log", bodies)
+    print(f"{len(bodies)} undisturbed answers; output of the service: {folder}", file=sys.stderr, flush=True)
+    options = ["--context", str(_CONTEXT), "--name", "survivor", "--threads", "1", "--workers", load.workers]
+    options += ["--memory", load.memory, "--audit", str(load.audit)]
     service = Service(run, options, folder / "service.log")
     await service.start()
     try:
-        survival = Survival(service, bodies, wanted, drawn(asked.seed, asked.faults), asked.seed)
-        found.append(survival.found)
-        await survival.go(asked.requests, asked.concurrency)
+        survival = Survival(service, bodies, expected, drawn(load.seed, load.faults), load.seed)
+        reports.append(survival.report)
+        await survival.go(load.requests, load.concurrency)
     finally:
         await service.end()
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -358,11 +361,11 @@ def main() -> None:
     parser.add_argument("--workers", default="prefill:1,decode:3")
     parser.add_argument("--memory", default="2MiB", help="of each worker's pages")
     parser.add_argument("--audit", type=float, default=0.02)
-    parser.add_argument("--json", action="store_true", help="print what was found as one JSON object")
-    given = vars(parser.parse_args())
-    run_dir, as_json = given.pop("run_dir"), given.pop("json")
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the undisturbed process too: threads are part of the numerics
-    found: list[Found] = []
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    settings = vars(parser.parse_args())
+    run_dir, as_json = settings.pop("run_dir"), settings.pop("json")
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the undisturbed process too: threads are part of the numerics
+    reports: list[SurvivalReport] = []
     folder = Path(tempfile.mkdtemp(prefix="survives-"))
 
     async def run() -> None:
@@ -370,17 +373,17 @@ def main() -> None:
         assert task is not None
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        await survived(run_dir or make_run(folder / "run"), Asked(**given), folder, found)
+        await survived(run_dir or make_run(folder / "run"), SurvivalLoad(**settings), folder, reports)
 
     with suppress(asyncio.CancelledError):
         asyncio.run(run())
-    if not found:
-        raise SystemExit("nothing was asked yet")
-    one = found[0]
-    print(json.dumps({**given, **one.__dict__}) if as_json else one.line() + f"; {one.counts}")
-    for what in one.wrong[:50]:
-        print(what, file=sys.stderr)
-    raise SystemExit(bool(one.wrong))
+    if not reports:
+        raise SystemExit("no request was sent yet")
+    (report,) = reports
+    print(json.dumps({**settings, **report.__dict__}) if as_json else report.line() + f"; {report.counts}")
+    for flaw in report.wrong[:50]:
+        print(flaw, file=sys.stderr)
+    raise SystemExit(bool(report.wrong))
 
 
 if __name__ == "__main__":

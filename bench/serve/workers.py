@@ -25,7 +25,7 @@ IDENTITY = WorkerIdentity("weights", "numerics")
 
 
 def plain_s(body: list[bytes]) -> float:
-    """Seconds for the bytes over a plain socket, from connecting to the last byte, into new memory."""
+    """Return the seconds for the bytes over a plain socket, from connecting to the last byte, into new memory."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def send() -> None:
@@ -51,7 +51,7 @@ def plain_s(body: list[bytes]) -> float:
 
 
 def agents() -> list[AgentProcess]:
-    """A source's and a reader's, or none where NIXL is not to be had."""
+    """Return the agents of a source and of a reader; none without NIXL."""
     try:
         require_installed()
         return [AgentProcess(), AgentProcess()]
@@ -69,7 +69,7 @@ def pulled_s(
     copies: bool = False,
     nixl: AgentProcess | None = None,
 ) -> float:
-    """Seconds of a pull, from connecting to the last page that is checked, and with ``copies`` copied."""
+    """Return the seconds of a pull, from connecting to the last checked page; with ``copies`` the pages are also copied."""
     began_s = time.perf_counter()
     got = pull(
         "127.0.0.1", server.port, "token", IDENTITY, job, tuple(pages), within_s=60.0, only=way, nixl=nixl
@@ -83,14 +83,14 @@ def pulled_s(
 
 
 def main() -> None:
-    """Prints the rates, and their ratios to that of a plain socket."""
+    """Print the rates, and their ratios to that of a plain socket."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pages", type=int, default=PAGES, help="of 1 MiB")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     count, rounds = arguments.pages, arguments.rounds
     pages = {number.to_bytes(16, "big"): os.urandom(PAGE_BYTES) for number in range(count)}
-    # The socket's pages are hashed when they are offered, as where there is no memory to share.
+    # The socket's pages are hashed when they are offered, as without shared memory.
     in_memory, by_socket = OfferedPages(600.0), OfferedPages(600.0, share=False)
     source, reader = agents() or (None, None)
     servers = {
@@ -108,14 +108,14 @@ def main() -> None:
             offers.append(time.perf_counter() - began_s)
         took.setdefault("plain socket", []).append(plain_s(list(pages.values())))
         first, second = 2 * number, 2 * number + 1
-        found = {
+        pulls = {
             "pages through a socket": pulled_s(pages, first, servers["socket"], "socket"),
             "pages in shared memory": pulled_s(pages, first, servers["memory"], "memory"),
             "the same, copied": pulled_s(pages, second, servers["memory"], "memory", copies=True),
         }
         if reader is not None:
-            found["pages over NIXL"] = pulled_s(pages, second, servers["socket"], "nixl", nixl=reader)
-        for name, seconds in found.items():
+            pulls["pages over NIXL"] = pulled_s(pages, second, servers["socket"], "nixl", nixl=reader)
+        for name, seconds in pulls.items():
             took.setdefault(name, []).append(seconds)
             record({"way": name, "seconds": seconds}, is_printed=False)
         by_socket.forget()
@@ -126,7 +126,7 @@ def main() -> None:
     size = count * PAGE_BYTES / 2**30
     plain = took["plain socket"]
     for name, each in took.items():
-        ratio = statistics.median(one / other for one, other in zip(plain, each, strict=True))
+        ratio = statistics.median(socket_s / own_s for socket_s, own_s in zip(plain, each, strict=True))
         print(f"{name:24} {size / statistics.median(each):6.2f} GiB/s  {ratio:5.2f} of a plain socket")
     print(
         f"offering in memory (copy, xxh3-128) {size / statistics.median(offers):.2f} GiB/s; goal 0.9 of a plain socket"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench.serve.faults import WEIGHTS, drawn
-from bench.serve.survives import Asked, Found, Heard, judged, make_run, survived
+from bench.serve.survives import StreamedAnswer, SurvivalLoad, SurvivalReport, judged, make_run, survived
 
-WHOLE = Heard(
+WHOLE = StreamedAnswer(
     [(1, -0.5, "{}"), (2, -0.25, "{}"), (3, -1.0, "{}")], "abc", "length", {"weights:numerics"}, done=True
 )
 
@@ -32,7 +32,9 @@ WHOLE = Heard(
 def test_what_is_lost_doubled_or_changed_is_called_so(
     tokens: list[int], text: str, done: bool, said: str
 ) -> None:
-    heard = Heard([WHOLE.tokens[n] for n in tokens], text, "length" if done else "", WHOLE.made_by, done)
+    heard = StreamedAnswer(
+        [WHOLE.tokens[n] for n in tokens], text, "length" if done else "", WHOLE.made_by, done
+    )
     assert judged(WHOLE, heard).partition(":")[0] == said
 
 
@@ -54,8 +56,8 @@ def test_no_token_is_lost_doubled_or_changed_whatever_strikes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found: list[Found] = []
-    asked = Asked(requests=100, faults=20, distinct=30, workers="prefill:1,decode:2")
+    found: list[SurvivalReport] = []
+    asked = SurvivalLoad(requests=100, faults=20, distinct=30, workers="prefill:1,decode:2")
     asyncio.run(survived(make_run(tmp_path / "run"), asked, tmp_path, found))
     (one,) = found
     assert one.wrong == []
