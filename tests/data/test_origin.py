@@ -1,4 +1,4 @@
-"""What each step reads, and which steps read a record, against the samples that a run really draws."""
+"""Samples of each step, and the steps that read a record, against the samples that a run really draws."""
 
 import itertools
 from dataclasses import replace
@@ -25,7 +25,7 @@ SEQ_LEN, BATCH, STEPS = 7, 8, 60
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two datasets whose tokens tell their places; the second's begin at 20,000."""
+    """Two datasets whose tokens are their places; the second's begin at 20,000."""
     root = tmp_path_factory.mktemp("where")
     write_dataset(root / "a", np.arange(1000), vocab_size=30_000)
     write_dataset(root / "b", np.arange(20_000, 20_300), vocab_size=30_000)
@@ -54,13 +54,13 @@ def test_what_a_step_reads_is_what_its_slots_are_given(run: object, folder: Path
     data, index = RunData.of_run(spec), read_data_index(spec.data)
     for step in (1, 20, 21, STEPS):
         samples = data.train_samples((step - 1) * BATCH, BATCH)
-        found = readings_of_step(spec, index, step)
-        assert [one.slot for one in found] == [0, 0, 1, 1, 2, 2, 3, 3]
-        for one, sample in zip(found, samples, strict=True):
-            first = (20_000 if one.source == "b" else 0) + one.record * SEQ_LEN
+        readings = readings_of_step(spec, index, step)
+        assert [reading.slot for reading in readings] == [0, 0, 1, 1, 2, 2, 3, 3]
+        for reading, sample in zip(readings, samples, strict=True):
+            first = (20_000 if reading.source == "b" else 0) + reading.record * SEQ_LEN
             assert sample[0] == first
-            stored = np.fromfile(folder / (one.source or "a") / one.file, dtype="<u2")
-            assert stored[one.offset_bytes // 2] == first
+            stored = np.fromfile(folder / (reading.source or "a") / reading.file, dtype="<u2")
+            assert stored[reading.offset_bytes // 2] == first
 
 
 @RUNS
@@ -69,8 +69,8 @@ def test_the_steps_of_a_record_are_those_that_read_it(run: object, folder: Path)
     index = read_data_index(spec.data)
     read: dict[tuple[str, int], list[int]] = {}
     for step in range(1, STEPS + 1):
-        for one in readings_of_step(spec, index, step):
-            read.setdefault((one.source, one.record), []).append(step)
+        for reading in readings_of_step(spec, index, step):
+            read.setdefault((reading.source, reading.record), []).append(step)
     sizes = {"": 142} if run is alone else {"a": 142, "b": 42}
     assert sum(map(len, read.values())) == STEPS * BATCH
     for source, records in sizes.items():
@@ -78,13 +78,13 @@ def test_the_steps_of_a_record_are_those_that_read_it(run: object, folder: Path)
             assert steps_of_record(spec, index, source, record) == read.get((source, record), [])
 
 
-def test_a_child_run_with_another_batch_goes_on_where_its_parent_stopped(folder: Path) -> None:
+def test_a_child_run_with_another_batch_continues_where_its_parent_stopped(folder: Path) -> None:
     spec = alone(folder)
     spec = replace(spec, train=replace(spec.train, batch_size=4))
     data, index, origin = RunData.of_run(spec), read_data_index(spec.data), DataOrigin(step=10, sample=80)
-    found = readings_of_step(spec, index, 12, origin)
-    assert [one.record * SEQ_LEN for one in found] == data.train_samples(84, 4)[:, 0].tolist()
-    assert 12 in steps_of_record(spec, index, "", found[0].record, origin)
+    readings = readings_of_step(spec, index, 12, origin)
+    assert [reading.record * SEQ_LEN for reading in readings] == data.train_samples(84, 4)[:, 0].tolist()
+    assert 12 in steps_of_record(spec, index, "", readings[0].record, origin)
     with pytest.raises(DatasetError, match=r"first own step is 11.*directory of the parent"):
         readings_of_step(spec, index, 10, origin)
 
@@ -96,8 +96,8 @@ def test_a_document_is_found_in_the_records_that_hold_it(tmp_path: Path) -> None
     spec, place = alone(tmp_path), open_place(str(tmp_path / "set"))
     starts = np.cumsum([0, *lengths])
     for document, (start, stop) in enumerate(itertools.pairwise(starts)):
-        found = records_of_document(spec, place, document, 256)
-        assert list(found) == sorted({token // SEQ_LEN for token in range(start, stop)})
+        records = records_of_document(spec, place, document, 256)
+        assert list(records) == sorted({token // SEQ_LEN for token in range(start, stop)})
     with pytest.raises(DatasetError, match="no document 6"):
         records_of_document(spec, place, 6, 256)
 
@@ -133,7 +133,7 @@ def test_shares_and_epochs_are_those_of_the_run(folder: Path) -> None:
     assert (use.records, use.drawn, use.first_end_step) == (142, 480, 18)
 
 
-def test_shares_that_no_pattern_has_are_said_beside_those_that_it_has(folder: Path) -> None:
+def test_requested_shares_that_no_pattern_has_are_listed_beside_the_achieved_ones(folder: Path) -> None:
     spec = mixed(folder)
     odd = (replace(spec.data.sources[0], weights=(1e-9,)), replace(spec.data.sources[1], weights=(1.0,)))
     spec = replace(spec, data=DataSpec(sources=odd))

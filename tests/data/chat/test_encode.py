@@ -54,9 +54,9 @@ def tokenizer() -> BpeTokenizer:
 
 def theirs(tokenizer: BpeTokenizer, template: str) -> PreTrainedTokenizerFast:
     hf = HfTokenizer.from_str(tokenizer.serialized)
-    found = PreTrainedTokenizerFast(tokenizer_object=hf, bos_token="<s>", eos_token="</s>")
-    found.chat_template = template
-    return found
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=hf, bos_token="<s>", eos_token="</s>")
+    wrapped.chat_template = template
+    return wrapped
 
 
 def template_of(source: str) -> ChatTemplate:
@@ -73,32 +73,32 @@ def encoded(tokenizer: BpeTokenizer, source: str, messages: list[dict[str, Any]]
 def test_a_conversation_has_the_ids_of_transformers_and_an_end(
     tokenizer: BpeTokenizer, source: str, chat: list[dict[str, Any]]
 ) -> None:
-    found = encoded(tokenizer, source, chat)
+    conversation = encoded(tokenizer, source, chat)
     expected = theirs(tokenizer, source).apply_chat_template(chat, tokenize=True, return_dict=True)
-    assert found.ids[:-1].tolist() == expected["input_ids"]
-    assert found.ids[-1] == document_end(tokenizer, template_of(source))
-    assert found.ids[-1] not in found.ids[:-1]
-    assert not found.learned[-1]
+    assert conversation.ids[:-1].tolist() == expected["input_ids"]
+    assert conversation.ids[-1] == document_end(tokenizer, template_of(source))
+    assert conversation.ids[-1] not in conversation.ids[:-1]
+    assert not conversation.learned[-1]
 
 
 @pytest.mark.parametrize("chat", CHATS, ids=["one turn", "two turns"])
 def test_what_a_template_marks_is_learned_as_transformers_masks_it(
     tokenizer: BpeTokenizer, chat: list[dict[str, Any]]
 ) -> None:
-    found = encoded(tokenizer, MARKED, chat)
+    conversation = encoded(tokenizer, MARKED, chat)
     expected = theirs(tokenizer, MARKED).apply_chat_template(
         chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    assert found.learned[:-1].tolist() == [bool(one) for one in expected["assistant_masks"]]
+    assert conversation.learned[:-1].tolist() == [bool(mask) for mask in expected["assistant_masks"]]
 
 
 @pytest.mark.parametrize("chat", CHATS, ids=["one turn", "two turns"])
 def test_without_marks_the_same_is_learned_as_with_them(
     tokenizer: BpeTokenizer, chat: list[dict[str, Any]]
 ) -> None:
-    marked, told = encoded(tokenizer, MARKED, chat), encoded(tokenizer, CHATML, chat)
-    assert marked.ids.tolist() == told.ids.tolist()
-    assert marked.learned.tolist() == told.learned.tolist()
+    marked, unmarked = encoded(tokenizer, MARKED, chat), encoded(tokenizer, CHATML, chat)
+    assert marked.ids.tolist() == unmarked.ids.tolist()
+    assert marked.learned.tolist() == unmarked.learned.tolist()
 
 
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
@@ -106,11 +106,15 @@ def test_the_assistants_words_and_the_end_of_its_turn_are_learned(
     tokenizer: BpeTokenizer, source: str
 ) -> None:
     chat = CHATS[1]
-    found = encoded(tokenizer, source, chat)
+    conversation = encoded(tokenizer, source, chat)
     hf = HfTokenizer.from_str(tokenizer.serialized)
-    runs = np.split(np.arange(len(found.ids)), np.flatnonzero(np.diff(found.learned.astype(int))) + 1)
+    runs = np.split(
+        np.arange(len(conversation.ids)), np.flatnonzero(np.diff(conversation.learned.astype(int))) + 1
+    )
     texts = [
-        hf.decode(found.ids[run].tolist(), skip_special_tokens=False) for run in runs if found.learned[run[0]]
+        hf.decode(conversation.ids[run].tolist(), skip_special_tokens=False)
+        for run in runs
+        if conversation.learned[run[0]]
     ]
     for text, message in zip(texts, chat[1::2], strict=True):
         assert message["content"].strip() in text
@@ -162,9 +166,9 @@ def test_a_template_may_refuse_a_conversation(tokenizer: BpeTokenizer) -> None:
 def test_a_template_gets_no_date_since_data_must_not_depend_on_the_day(tokenizer: BpeTokenizer) -> None:
     with pytest.raises(BadConversationError, match="strftime_now"):
         encoded(tokenizer, "{{ strftime_now('%d') }}" + CHATML, CHATS[0])
-    asks = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% endif %}" + CHATML
+    dated = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% endif %}" + CHATML
     assert (
-        encoded(tokenizer, asks, CHATS[0]).ids.tolist() == encoded(tokenizer, CHATML, CHATS[0]).ids.tolist()
+        encoded(tokenizer, dated, CHATS[0]).ids.tolist() == encoded(tokenizer, CHATML, CHATS[0]).ids.tolist()
     )
 
 
@@ -175,12 +179,12 @@ def test_a_conversation_that_is_too_long_is_left_out_or_ends_after_an_answer(tok
         dropping = ChatEncoder(tokenizer, ChatLayout(template_of(CHATML)), room)
         assert dropping.encode(text) is None
         cutting = ChatEncoder(tokenizer, ChatLayout(template_of(CHATML), "cut"), room)
-        found = cutting.encode(text)
+        shortened = cutting.encode(text)
         if room < len(first.ids):
-            assert found is None
+            assert shortened is None
         else:
-            assert found is not None
-            assert found.ids.tolist() == first.ids.tolist()
+            assert shortened is not None
+            assert shortened.ids.tolist() == first.ids.tolist()
 
 
 def test_the_end_of_a_conversation_is_a_token_that_the_template_does_not_use(tokenizer: BpeTokenizer) -> None:
@@ -275,10 +279,10 @@ def test_tools_and_their_calls_go_to_the_template(tokenizer: BpeTokenizer) -> No
         {"role": "assistant", "content": "4"},
     ]
     encoder = ChatEncoder(tokenizer, ChatLayout(template_of(source)), 500)
-    found = encoder.encode(conversation_text({"messages": chat, "tools": [tool]}, "messages"))
+    conversation = encoder.encode(conversation_text({"messages": chat, "tools": [tool]}, "messages"))
     expected = theirs(tokenizer, source).apply_chat_template(
         chat, tools=[tool], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    assert found is not None
-    assert found.ids[:-1].tolist() == expected["input_ids"]
-    assert found.learned[:-1].tolist() == [bool(one) for one in expected["assistant_masks"]]
+    assert conversation is not None
+    assert conversation.ids[:-1].tolist() == expected["input_ids"]
+    assert conversation.learned[:-1].tolist() == [bool(mask) for mask in expected["assistant_masks"]]

@@ -64,10 +64,10 @@ def test_the_command_warns_of_a_tokenizer_without_the_token_that_ends_a_turn(tmp
     (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "chatml.jinja").write_text(CHATML)
     prepare([Document("a", " ".join(lines)), Document("b", lines[0])], tmp_path / "text", vocab_size=300)
-    asked = ["prepare", str(tmp_path / "chats.jsonl"), "--layout", "chat", "--seq-len", "128"]
-    asked += ["--chat-template", str(tmp_path / "chatml.jinja"), "--vocab-size", "400"]
+    arguments = ["prepare", str(tmp_path / "chats.jsonl"), "--layout", "chat", "--seq-len", "128"]
+    arguments += ["--chat-template", str(tmp_path / "chatml.jinja"), "--vocab-size", "400"]
     for tokenizer, warned in ((str(tmp_path / "text"), True), ("bpe", False)):
         out = str(tmp_path / f"out-{warned}")
-        result = CliRunner().invoke(data_command, [*asked, "--tokenizer", tokenizer, "--out", out])
+        result = CliRunner().invoke(data_command, [*arguments, "--tokenizer", tokenizer, "--out", out])
         assert result.exit_code == 0, result.output
         assert ("may never end its turn" in result.output) == warned

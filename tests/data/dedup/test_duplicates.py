@@ -46,9 +46,9 @@ def share_found(common: int, grams: int, pairs: int, *, spaced: bool) -> float:
     ]
     rows = [band_rows(signature(text, BANDS * ROWS, NGRAM), i, BANDS, ROWS) for i, text in enumerate(texts)]
     entries = np.concatenate(rows)
-    found = similar_pairs(entries, entries["ordinal"].astype(np.uint64), BANDS * ROWS, LEAST)
-    assert all(second == first + 1 and first % 2 == 0 for first, second in found.tolist())
-    return len(found) / pairs
+    similar = similar_pairs(entries, entries["ordinal"].astype(np.uint64), BANDS * ROWS, LEAST)
+    assert all(second == first + 1 and first % 2 == 0 for first, second in similar.tolist())
+    return len(similar) / pairs
 
 
 @pytest.mark.parametrize("spaced", [True, False])
@@ -70,8 +70,8 @@ def test_the_estimate_of_the_similarity_is_as_exact_as_its_permutations_allow() 
     errors = []
     for seed in range(150):
         common = 40 + 2 * seed
-        one, other = (signature(text, 112, 5) for text in pair_with_similarity(common, 400, seed))
-        errors.append(float((one == other).mean()) - common / (800 - common))
+        ours, other = (signature(text, 112, 5) for text in pair_with_similarity(common, 400, seed))
+        errors.append(float((ours == other).mean()) - common / (800 - common))
     # sqrt(J (1 - J) / 112) is 0.047 at most, and 0.041 on average here.
     assert np.sqrt(np.mean(np.square(errors))) < 0.055
     assert abs(np.mean(errors)) < 0.015
@@ -82,12 +82,12 @@ def test_exact_copies_are_those_whose_normal_form_was_there_before(texts: list[s
     hashes = np.array([(*hash_of(normal_form(text)), i) for i, text in enumerate(texts)], dtype=HASH_DTYPE)
     forms = [normal_form(text) for text in texts]
     order = np.random.default_rng(0).permutation(len(texts))
-    found = later_copies(hashes[order], order.astype(np.uint64))
-    assert found.tolist() == [i for i, form in enumerate(forms) if form in forms[:i]]
+    copies = later_copies(hashes[order], order.astype(np.uint64))
+    assert copies.tolist() == [i for i, form in enumerate(forms) if form in forms[:i]]
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("text", "other", "same"),
     [
         ("a  b\n\tc ", "a b c", True),
         ("caf\u00e9", "cafe\u0301", True),
@@ -96,16 +96,16 @@ def test_exact_copies_are_those_whose_normal_form_was_there_before(texts: list[s
     ],
 )
 def test_white_space_and_ways_to_write_a_character_make_no_difference(
-    one: str, other: str, same: bool
+    text: str, other: str, same: bool
 ) -> None:
-    assert (hash_of(normal_form(one)) == hash_of(normal_form(other))) is same
+    assert (hash_of(normal_form(text)) == hash_of(normal_form(other))) is same
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=60))
-def test_of_a_cluster_all_but_the_lowest_go(pairs: list[tuple[int, int]]) -> None:
+def test_all_but_the_lowest_of_a_cluster_go(pairs: list[tuple[int, int]]) -> None:
     cluster = {node: {node} for pair in pairs for node in pair}
-    for one, other in pairs:
-        joined = cluster[one] | cluster[other]
+    for first, second in pairs:
+        joined = cluster[first] | cluster[second]
         for node in joined:
             cluster[node] = joined
     expected = sorted(node for node, nodes in cluster.items() if node != min(nodes))

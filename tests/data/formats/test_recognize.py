@@ -50,7 +50,7 @@ def written(path: Path, content: bytes) -> Path:
         ("set.py", b'{"a"}\n{"b"}\n', Kind.TEXT),
     ],
 )
-def test_text_and_json_lines_are_told_apart(tmp_path: Path, name: str, content: bytes, kind: Kind) -> None:
+def test_text_and_json_lines_are_distinguished(tmp_path: Path, name: str, content: bytes, kind: Kind) -> None:
     assert recognize(written(tmp_path / name, content)) == FileFormat(kind)
 
 
@@ -73,7 +73,7 @@ def test_the_content_of_a_compressed_file_decides_again(tmp_path: Path) -> None:
         )
 
 
-def test_tables_are_known_whatever_they_are_called(tmp_path: Path) -> None:
+def test_tables_are_recognized_under_any_name(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "a.txt")
     assert recognize(tmp_path / "a.txt") == FileFormat(Kind.PARQUET)
     pa.feather.write_feather(TABLE, tmp_path / "b.txt")
@@ -128,7 +128,7 @@ def test_a_pipe_and_a_missing_file_are_refused_without_waiting(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl", "a.jsonl.gz"])
-def test_a_field_that_is_not_there_is_told_with_those_that_are(tmp_path: Path, name: str) -> None:
+def test_a_missing_field_is_named_with_those_that_are_there(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     match path.suffix:
         case ".parquet":
@@ -144,10 +144,10 @@ def test_a_field_that_is_not_there_is_told_with_those_that_are(tmp_path: Path, n
     ):
         require_text(path, recognize(path))
     require_text(path, recognize(path), ReadOptions(text_field="content"))
-    found = documents(
+    read = documents(
         path, name, recognize(path), spans(path, recognize(path), 1)[0], ReadOptions(text_field="content")
     )
-    first = next(found)
+    first = next(read)
     assert isinstance(first, Document)
     assert first.text == "a"
 
@@ -187,23 +187,23 @@ def test_bytes_in_a_table_that_are_not_utf8_are_bad_rows(tmp_path: Path) -> None
     text = pa.array([b"a", b"\xff", b"b"], pa.binary()).view(pa.string())
     for column in (text, text.cast(pa.binary())):
         pq.write_table(pa.table({"text": column}), path)
-        found = list(documents(path, "a", FileFormat(Kind.PARQUET), Span(0, 1)))
-        assert [str(document) for document in found if isinstance(document, BadDocument)] == [
+        rows = list(documents(path, "a", FileFormat(Kind.PARQUET), Span(0, 1)))
+        assert [str(document) for document in rows if isinstance(document, BadDocument)] == [
             f"{path}, row 2: is not UTF-8 text (byte 0xff: invalid start byte)"
         ]
-        assert len(found) == 3
+        assert len(rows) == 3
 
 
 def test_a_table_without_rows_has_no_documents(tmp_path: Path) -> None:
     for write in (pq.write_table, pa.feather.write_feather):
         write(TABLE.slice(0, 0), tmp_path / "empty")
         form = recognize(tmp_path / "empty")
-        found = [
+        rows = [
             document
             for span in spans(tmp_path / "empty", form, 1)
             for document in documents(tmp_path / "empty", "empty", form, span)
         ]
-        assert found == []
+        assert rows == []
 
 
 def test_offsets_that_lead_out_of_a_table_are_damage_and_not_followed(tmp_path: Path) -> None:
@@ -237,9 +237,9 @@ def test_offsets_that_lead_out_of_a_table_are_damage_and_not_followed(tmp_path: 
 def test_a_bad_line_is_named_and_the_others_are_read(tmp_path: Path, line: bytes, reason: str) -> None:
     path = written(tmp_path / "a.jsonl", b'{"text": "before"}\n\n' + line + b'\r\n{"text": "after"}\n')
     options = ReadOptions(line_bytes=1_000_000)
-    found = list(documents(path, "a", FileFormat(Kind.JSONL), Span(0, path.stat().st_size), options))
-    assert [document.text for document in found if isinstance(document, Document)] == ["before", "after"]
-    (bad,) = (document for document in found if isinstance(document, BadDocument))
+    lines = list(documents(path, "a", FileFormat(Kind.JSONL), Span(0, path.stat().st_size), options))
+    assert [document.text for document in lines if isinstance(document, Document)] == ["before", "after"]
+    (bad,) = (document for document in lines if isinstance(document, BadDocument))
     assert bad.place == "line 3"
     assert re.search(reason, bad.reason)
 
@@ -258,8 +258,8 @@ def test_a_bad_line_is_named_and_the_others_are_read(tmp_path: Path, line: bytes
 )
 def test_lines_as_others_write_them_are_read(tmp_path: Path, line: bytes, text: str) -> None:
     path = written(tmp_path / "a.jsonl", line + b"\n")
-    (found,) = documents(path, "a", FileFormat(Kind.JSONL), Span(0, len(line) + 1))
-    assert found == Document("a@0", text)
+    (document,) = documents(path, "a", FileFormat(Kind.JSONL), Span(0, len(line) + 1))
+    assert document == Document("a@0", text)
 
 
 @pytest.mark.parametrize(

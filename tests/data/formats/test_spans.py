@@ -50,16 +50,16 @@ def test_any_cut_of_json_lines_gives_each_line_once(
 ) -> None:
     path = folder / "cut.jsonl"
     path.write_bytes((end.join(lines) + (end if closed else "")).encode())
-    whole = in_spans(path, 1 << 30, short)
-    assert in_spans(path, span_bytes, short) == whole
-    names = [document.name for document in whole if isinstance(document, Document)]
+    uncut = in_spans(path, 1 << 30, short)
+    assert in_spans(path, span_bytes, short) == uncut
+    names = [document.name for document in uncut if isinstance(document, Document)]
     assert len(set(names)) == len(names)
-    bad = [document for document in whole if isinstance(document, BadDocument)]
+    bad = [document for document in uncut if isinstance(document, BadDocument)]
     assert [document.place for document in bad] == [
         f"line {number}" for number, line in enumerate(lines, 1) if line in ("{", "[1]", '{"text": 3}')
     ]
     expected = [json.loads(line)["text"] for line in lines if line.startswith('{"n"')]
-    assert "".join(d.text for d in whole if isinstance(d, Document)) == "".join(expected)
+    assert "".join(d.text for d in uncut if isinstance(d, Document)) == "".join(expected)
 
 
 @settings(max_examples=200)
@@ -76,9 +76,9 @@ def test_any_cut_of_text_gives_each_byte_once(
     options = ReadOptions(document_bytes=document_bytes)
     form = FileFormat(Kind.TEXT)
     size = len(content.encode())
-    whole = list(documents(path, path.name, form, Span(0, size), options))
-    assert in_spans(path, span_bytes, options) == (whole if content else [])
-    assert "".join(document.text for document in whole if isinstance(document, Document)) == content
+    uncut = list(documents(path, path.name, form, Span(0, size), options))
+    assert in_spans(path, span_bytes, options) == (uncut if content else [])
+    assert "".join(document.text for document in uncut if isinstance(document, Document)) == content
 
 
 @settings(max_examples=60)
@@ -94,10 +94,10 @@ def test_any_cut_of_a_table_gives_each_row_once(
         stream.write_table(table, max_chunksize=group)
     for name in ("cut.parquet", "file.arrow", "stream.arrow"):
         path = folder / name
-        whole = in_spans(path, 1 << 30, short)
-        assert in_spans(path, span_bytes, short) == whole
-        assert "".join(d.text for d in whole if isinstance(d, Document)) == "".join(filter(None, rows))
-        assert [d.place for d in whole if isinstance(d, BadDocument)] == [
+        uncut = in_spans(path, 1 << 30, short)
+        assert in_spans(path, span_bytes, short) == uncut
+        assert "".join(d.text for d in uncut if isinstance(d, Document)) == "".join(filter(None, rows))
+        assert [d.place for d in uncut if isinstance(d, BadDocument)] == [
             f"row {number}" for number, row in enumerate(rows, 1) if row is None
         ]
 

@@ -38,12 +38,12 @@ def mixture(sources: tuple[MixtureSource, ...] = SOURCES, stages: tuple[int, ...
     return Mixture(sources, stages, seed=7, batch_size=BATCH)
 
 
-def places(found: Located) -> list[tuple[int, int, int]]:
-    return list(zip(found.source.tolist(), found.epoch.tolist(), found.record.tolist(), strict=True))
+def places(located: Located) -> list[tuple[int, int, int]]:
+    return list(zip(located.source.tolist(), located.epoch.tolist(), located.record.tolist(), strict=True))
 
 
-def all_of(one: Mixture, samples: int = SAMPLES) -> list[tuple[int, int, int]]:
-    return places(one.locate(np.arange(samples)))
+def all_of(order: Mixture, samples: int = SAMPLES) -> list[tuple[int, int, int]]:
+    return places(order.locate(np.arange(samples)))
 
 
 small_mixtures = st.builds(
@@ -81,16 +81,16 @@ def test_a_weight_is_the_decimal_that_is_written() -> None:
 def test_weights_beyond_the_longest_pattern_are_apportioned_and_leave_nobody_out(
     weights: list[float],
 ) -> None:
-    whole, exact = whole_weights(weights), [Fraction(str(weight)) for weight in weights]
-    assert min(whole) >= 1
-    assert sum(whole) <= LONGEST_PATTERN
-    for given_, asked in zip(whole, exact, strict=True):
-        off = Fraction(given_, sum(whole)) - asked / sum(exact)
+    integers, exact = whole_weights(weights), [Fraction(str(weight)) for weight in weights]
+    assert min(integers) >= 1
+    assert sum(integers) <= LONGEST_PATTERN
+    for integer, fraction in zip(integers, exact, strict=True):
+        off = Fraction(integer, sum(integers)) - fraction / sum(exact)
         assert abs(off) * LONGEST_PATTERN <= len(weights)
 
 
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0], [float("nan"), 1.0], [float("inf"), 1.0]])
-def test_weights_that_say_nothing_are_refused(weights: list[float]) -> None:
+def test_weights_without_a_meaning_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights"):
         whole_weights(weights)
 
@@ -98,7 +98,7 @@ def test_weights_that_say_nothing_are_refused(weights: list[float]) -> None:
 def plainly(
     sources: tuple[MixtureSource, ...], stages: tuple[int, ...], seed: int, batch: int, samples: int
 ) -> list[tuple[int, int, int]]:
-    """The places of the first samples by the definition: one after the other, with counters, in Python's whole numbers."""
+    """The places of the first samples by the definition: one after the other, with counters, in Python's integers."""
     dealt: list[tuple[int, int, int]] = []
     drawn = [0] * len(sources)
     for place in range(-(-samples // batch) * batch):
@@ -106,7 +106,7 @@ def plainly(
         start = stages[stage] * batch
         fractions = [Fraction(str(source.weights[stage])) for source in sources]
         total = sum(fractions)
-        # Of the items that may be served, that which is due first; the pattern is the schedule from the stage's start on.
+        # The next item is the one due first among those that may be served; the pattern is the schedule from the stage's start on.
         position = place - start
         if position == 0:
             served = [0] * len(sources)
@@ -130,10 +130,10 @@ def plainly(
 
 @settings(max_examples=40, deadline=None)
 @given(small_mixtures)
-def test_the_places_are_those_of_the_definition(one: Mixture) -> None:
-    stages = tuple(int(start) // one.batch_size for start in one._starts)
-    samples = min(40 * one.batch_size, 400)
-    assert all_of(one, samples) == plainly(one.sources, stages, one._seed, one.batch_size, samples)
+def test_the_places_are_those_of_the_definition(order: Mixture) -> None:
+    stages = tuple(int(start) // order.batch_size for start in order._starts)
+    samples = min(40 * order.batch_size, 400)
+    assert all_of(order, samples) == plainly(order.sources, stages, order._seed, order.batch_size, samples)
 
 
 def test_the_order_of_a_mixture_is_that_of_earlier_releases() -> None:
@@ -143,45 +143,50 @@ def test_the_order_of_a_mixture_is_that_of_earlier_releases() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(small_mixtures)
-def test_every_epoch_of_every_source_has_every_record_once(one: Mixture) -> None:
-    found = all_of(one, 40 * one.batch_size)
-    assert len(set(found)) == len(found)
-    drawn = Counter(source for source, _, _ in found)
-    for source, epoch, _ in found:  # an epoch begins when all of the one before was drawn
-        assert epoch <= (drawn[source] - 1) // one.sources[source].records
+def test_every_epoch_of_every_source_has_every_record_once(order: Mixture) -> None:
+    draws = all_of(order, 40 * order.batch_size)
+    assert len(set(draws)) == len(draws)
+    drawn = Counter(source for source, _, _ in draws)
+    for source, epoch, _ in draws:  # an epoch begins when all of the one before was drawn
+        assert epoch <= (drawn[source] - 1) // order.sources[source].records
     for source, count in drawn.items():
-        whole = count // one.sources[source].records
-        assert sum(1 for s, e, _ in found if s == source and e < whole) == whole * one.sources[source].records
+        full_epochs = count // order.sources[source].records
+        assert (
+            sum(1 for s, e, _ in draws if s == source and e < full_epochs)
+            == full_epochs * order.sources[source].records
+        )
 
 
 @settings(max_examples=50, deadline=None)
 @given(small_mixtures, st.integers(0, 800))
-def test_what_is_drawn_is_what_counting_finds(one: Mixture, samples: int) -> None:
-    counted = np.bincount(one.locate(np.arange(samples)).source, minlength=len(one.sources))
-    assert one.drawn(samples).tolist() == counted.tolist()
+def test_what_is_drawn_is_what_counting_finds(order: Mixture, samples: int) -> None:
+    counted = np.bincount(order.locate(np.arange(samples)).source, minlength=len(order.sources))
+    assert order.drawn(samples).tolist() == counted.tolist()
 
 
 @settings(max_examples=50, deadline=None)
 @given(small_mixtures, st.data())
-def test_any_subset_in_any_order_has_the_same_places(one: Mixture, data: st.DataObject) -> None:
-    whole = all_of(one, 300)
-    asked = data.draw(st.lists(st.integers(0, 299), max_size=60))
-    assert places(one.locate(np.array(asked, dtype=np.int64))) == [whole[number] for number in asked]
+def test_any_subset_in_any_order_has_the_same_places(order: Mixture, data: st.DataObject) -> None:
+    all_places = all_of(order, 300)
+    numbers = data.draw(st.lists(st.integers(0, 299), max_size=60))
+    assert places(order.locate(np.array(numbers, dtype=np.int64))) == [
+        all_places[number] for number in numbers
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_any_number_of_ranks_draws_the_same(ranks: int) -> None:
-    one, whole = mixture(), all_of(mixture())
+    order, all_places = mixture(), all_of(mixture())
     for step in range(90, 110):
         slots = np.array_split(np.arange(step * BATCH, (step + 1) * BATCH), ranks)
-        drawn = [place for slot in slots for place in places(one.locate(slot))]
-        assert drawn == whole[step * BATCH : (step + 1) * BATCH]
+        drawn = [place for slot in slots for place in places(order.locate(slot))]
+        assert drawn == all_places[step * BATCH : (step + 1) * BATCH]
 
 
 def test_each_batch_is_within_two_samples_of_its_shares() -> None:
-    one = mixture()
-    source = one.locate(np.arange(100 * BATCH)).source.reshape(100, BATCH)
-    for number, share in enumerate(one.shares(0)):
+    order = mixture()
+    source = order.locate(np.arange(100 * BATCH)).source.reshape(100, BATCH)
+    for number, share in enumerate(order.shares(0)):
         assert np.all(np.abs((source == number).sum(axis=1) - float(share * BATCH)) < 2)
 
 
@@ -197,9 +202,9 @@ def test_a_stage_that_is_added_changes_nothing_before_it() -> None:
 
 def draws_of(sources: tuple[MixtureSource, ...], name: str) -> list[int]:
     """The records of a source in the order of its draws: in batches of one, nothing is permuted within a batch."""
-    one = Mixture(sources, [0], seed=7, batch_size=1)
+    order = Mixture(sources, [0], seed=7, batch_size=1)
     number = [source.name for source in sources].index(name)
-    return [record for source, _, record in all_of(one) if source == number]
+    return [record for source, _, record in all_of(order) if source == number]
 
 
 def test_without_another_source_a_source_yields_its_records_in_the_same_order() -> None:
@@ -218,30 +223,32 @@ def test_the_order_of_sources_in_the_run_file_changes_nothing() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(small_mixtures, st.integers(0, 40))
-def test_the_steps_of_a_record_are_those_that_draw_it(one: Mixture, until: int) -> None:
-    found = all_of(one, until * one.batch_size)
-    for number, source in enumerate(one.sources):
+def test_the_steps_of_a_record_are_those_that_draw_it(order: Mixture, until: int) -> None:
+    draws = all_of(order, until * order.batch_size)
+    for number, source in enumerate(order.sources):
         record = source.records // 2
-        steps = [at // one.batch_size + 1 for at, (s, _, r) in enumerate(found) if (s, r) == (number, record)]
-        assert sorted(one.steps_of(source.name, record, until)) == steps
+        steps = [
+            at // order.batch_size + 1 for at, (s, _, r) in enumerate(draws) if (s, r) == (number, record)
+        ]
+        assert sorted(order.steps_of(source.name, record, until)) == steps
 
 
 def test_a_draw_that_never_comes_has_no_step() -> None:
-    one = mixture((MixtureSource("a", 10, (1.0, 0.0)), MixtureSource("b", 10, (0.0, 1.0))), (0, 2))
-    assert one.step_of_draw(0, 2 * BATCH - 1) == 2
-    assert one.step_of_draw(0, 2 * BATCH) is None
-    assert one.step_of_draw(1, 0) == 3
+    order = mixture((MixtureSource("a", 10, (1.0, 0.0)), MixtureSource("b", 10, (0.0, 1.0))), (0, 2))
+    assert order.step_of_draw(0, 2 * BATCH - 1) == 2
+    assert order.step_of_draw(0, 2 * BATCH) is None
+    assert order.step_of_draw(1, 0) == 3
 
 
 def test_samples_far_beyond_any_run_are_located_exactly() -> None:
-    one, first = mixture(), 10**15 // BATCH * BATCH
-    found = one.locate(np.arange(first, first + 4 * BATCH))
-    counted = np.bincount(found.source, minlength=len(SOURCES))
-    assert (one.drawn(first + 4 * BATCH) - one.drawn(first)).tolist() == counted.tolist()
-    assert int(one.drawn(first).sum()) == first
-    of_code = int(found.record[found.source == 1][0])
-    draw = int(one.drawn(first)[1])
-    assert one.step_of_draw(1, draw) == first // BATCH + 1
+    order, first = mixture(), 10**15 // BATCH * BATCH
+    located = order.locate(np.arange(first, first + 4 * BATCH))
+    counted = np.bincount(located.source, minlength=len(SOURCES))
+    assert (order.drawn(first + 4 * BATCH) - order.drawn(first)).tolist() == counted.tolist()
+    assert int(order.drawn(first).sum()) == first
+    of_code = int(located.record[located.source == 1][0])
+    draw = int(order.drawn(first)[1])
+    assert order.step_of_draw(1, draw) == first // BATCH + 1
     assert 0 <= of_code < 700
 
 

@@ -88,8 +88,8 @@ def test_several_permutations_in_turn_are_each_of_them(
     parts = [generator.integers(0, n, count) for _, count in turns]
     turn = np.repeat(np.arange(len(turns)), [len(part) for part in parts])
     expected = [permute(part, n=n, key=key).tolist() for part, (key, _) in zip(parts, turns, strict=True)]
-    found = permute_in_turn(np.concatenate(parts), turn, n=n, keys=[key for key, _ in turns])
-    assert found.tolist() == [image for images in expected for image in images]
+    permuted = permute_in_turn(np.concatenate(parts), turn, n=n, keys=[key for key, _ in turns])
+    assert permuted.tolist() == [image for images in expected for image in images]
 
 
 @given(st.integers(1, 10**15), st.integers(0, 2**64 - 1), st.data())
@@ -147,8 +147,8 @@ def test_the_order_does_not_depend_on_how_the_run_is_cut(
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     n = 2000
     orders = [SampleOrder(n, seed).dataset_indices(epoch * n, n) for seed in (0, 1) for epoch in (0, 1, 2)]
-    for one, other in itertools.combinations(orders, 2):
-        assert np.count_nonzero(one == other) < 10  # two independent shuffles agree in one place on average
+    for order, other in itertools.combinations(orders, 2):
+        assert np.count_nonzero(order == other) < 10  # two independent shuffles agree in one place on average
 
 
 def test_the_order_is_that_of_earlier_releases() -> None:

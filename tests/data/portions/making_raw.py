@@ -64,7 +64,7 @@ def objects(out: Path | str) -> dict[str, bytes]:
 
 
 class Hostile:
-    """Does tasks in this process, in any order, some twice, and loses some, before or after they were done."""
+    """Run tasks in this process, in any order, some twice, and lose some, before or after they were done."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -78,7 +78,7 @@ class Hostile:
             if fate < 0.1:
                 yield TaskOutcome(task, lost="a machine went away")
             elif fate < 0.2:
-                continue  # nothing is heard of it
+                continue  # lost without an answer
             else:
                 outcome = outcome_of(self._draw.choice(places), stage, task)
                 yield TaskOutcome(task, lost="its answer was lost") if fate < 0.25 else outcome

@@ -124,7 +124,7 @@ def test_another_template_is_another_recipe(place: Path) -> None:
         prepared(recipe, place / "out")
 
 
-def test_what_conversations_need_is_said_of_each_field(place: Path) -> None:
+def test_fields_that_conversations_need_are_named(place: Path) -> None:
     for output, fields in (
         ('layout = "chat"\ntokenizer = "bytes"', {"output.seq_len", "output.tokenizer"}),
         (

@@ -1,4 +1,4 @@
-"""Deduplication within a preparation: what stays is the first, whoever finds it and in whichever portion it lies."""
+"""Deduplication within a preparation: the first copy stays, in any portion and with any worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOTH = "[dedup]\nnear = {ngram = 2}"
 
 
 def with_copies(folder: Path) -> list[str]:
-    """Raw lines of which some are there twice and more, in several files; returns them in order."""
+    """Write raw lines, some of them twice or more, to several files, and return them in order."""
     draw = random.Random(7)
     lines = texts(150, seed=3)
     lines += [text.replace(" ", draw.choice(["  ", "\n", "\t"])) for text in draw.choices(lines, k=60)]
@@ -37,17 +37,17 @@ def documents(out: Path) -> list[str]:
     """The documents of a dataset of bytes, in order."""
     shards = TokenShards.open(out, TRAIN)
     tokens = shards.read(0, shards.tokens).tolist()
-    found, current = [], bytearray()
+    complete, current = [], bytearray()
     for token in tokens:
         if token == 256:
-            found.append(current.decode())
+            complete.append(current.decode())
             current = bytearray()
         else:
             current.append(token)
-    return found
+    return complete
 
 
-def test_of_exact_copies_the_first_stays(tmp_path: Path) -> None:
+def test_the_first_of_exact_copies_stays(tmp_path: Path) -> None:
     lines = with_copies(tmp_path)
     done = prepared(recipe_file(tmp_path, EXACT, output="held_out = 0.0"), tmp_path / "out")
     seen: dict[str, str] = {}
@@ -63,7 +63,7 @@ def test_near_copies_are_left_out_too_and_counted_apart(tmp_path: Path) -> None:
     exact = prepared(recipe_file(tmp_path, EXACT, output="held_out = 0.0"), tmp_path / "exact")
     both = prepared(recipe_file(tmp_path, BOTH, output="held_out = 0.0"), tmp_path / "both")
     assert both.counts["dropped: duplicate"] == exact.counts["dropped: duplicate"]
-    # Of each long text and the same with three words more, one is left; short texts may be similar by chance.
+    # One of each long text and its copy with three more words is left; short texts may be similar by chance.
     assert 18 <= both.counts["dropped: near duplicate"] <= 25
     kept = documents(tmp_path / "both")
     assert list(dict.fromkeys(text for text in lines if text in set(kept))) == kept

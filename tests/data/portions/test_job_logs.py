@@ -1,4 +1,4 @@
-"""The message with which a job of a preparation has ended is read from the end of its log, whatever else is in it."""
+"""The message with which a job of a preparation has ended is read from the end of its log, beside any other output."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def test_the_tokens_are_those_of_the_short_form_on_the_same_documents(tmp_path: 
     short = prepare(documents, tmp_path / "short", tokenizer="bytes", held_out_fraction=0.1)
     index = read_index(out)
     for split in SPLITS:
-        one, other = (TokenShards.open(folder, split) for folder in (out, tmp_path / "short"))
-        assert np.array_equal(one.read(0, one.tokens), other.read(0, other.tokens))
+        portioned, unportioned = (TokenShards.open(folder, split) for folder in (out, tmp_path / "short"))
+        assert np.array_equal(portioned.read(0, portioned.tokens), unportioned.read(0, unportioned.tokens))
         assert index.split(split).documents == short.index.split(split).documents
         assert index.split(split).text_bytes == short.index.split(split).text_bytes
     assert len(index.train.shards) == len(numbers)
@@ -67,12 +67,15 @@ def test_packed_records_hold_every_token_of_every_document_once(tmp_path: Path) 
     index = read_index(out)
     assert (index.version, index.packed_seq_len, index.train.tokens % 4096) == (2, 4096, 0)
     shards = TokenShards.open(out, TRAIN)
-    found = shards.read(0, shards.tokens)
+    stored_tokens = shards.read(0, shards.tokens)
     place = Workplace(str(out))
     written = [d.text for n in range(len(place.plan.portions)) for _, d in read_portion(place.plan, n) if d]
-    documents = bytes(found[found < 256].astype(np.uint8).tobytes())
+    documents = bytes(stored_tokens[stored_tokens < 256].astype(np.uint8).tobytes())
     assert len(documents) == sum(len(text.encode()) for text in written)
-    split = [bytes(part.astype(np.uint8)) for part in np.split(found, np.flatnonzero(found == 256) + 1)]
+    split = [
+        bytes(part.astype(np.uint8))
+        for part in np.split(stored_tokens, np.flatnonzero(stored_tokens == 256) + 1)
+    ]
     assert sorted(part[:-1] for part in split if len(part) > 1) == sorted(t.encode() for t in written)
     assert verify_dataset(out) == 0
 
@@ -85,8 +88,8 @@ def test_long_documents_share_records_with_long_ones_alone_if_there_are_classes(
     prepared(recipe_file(tmp_path, output=output), tmp_path / "out")
     shards = TokenShards.open(tmp_path / "out", TRAIN)
     records = shards.read(0, shards.tokens).reshape(-1, 1000)
-    held = [{chr(token) for token in record.tolist() if token < 256} for record in records]
-    assert sorted(map(sorted, held)) == [["a", "c", "e", "g", "i", "j"], ["b"], ["d"], ["f"], ["h"]]
+    letters = [{chr(token) for token in record.tolist() if token < 256} for record in records]
+    assert sorted(map(sorted, letters)) == [["a", "c", "e", "g", "i", "j"], ["b"], ["d"], ["f"], ["h"]]
     # A plan without classes is written as it was before there were any.
     place = place_plan(read_recipe(recipe_file(tmp_path)), tmp_path, str(tmp_path / "other"))
     assert b"length_classes" not in place.plan.text
@@ -148,7 +151,7 @@ def test_every_byte_is_the_same_when_tasks_come_in_any_order_twice_or_are_lost(
 
 
 def killed_and_continued(folder: Path, out: Path, recipe: Path, kills: int, seed: int) -> int:
-    """Prepare in processes that are killed after a random time; returns how many kills came before an end."""
+    """Prepare in processes that are killed after a random time; return how many kills came before an end."""
     draw = random.Random(seed)
     start = time.monotonic()
     prepared(recipe, folder / "alone")
@@ -179,7 +182,7 @@ def killed_and_continued(folder: Path, out: Path, recipe: Path, kills: int, seed
             assert verify_dataset(out) == 0
         assert all(expected.get(key, data) == data for key, data in there.items())
         if there.keys() >= expected.keys() and done < kills:
-            # It was whole: begin again, from somewhere in its middle where what that needs is still there.
+            # It was complete: begin again, from somewhere in its middle if the files for that are still there.
             if "dedup" in recipe.read_text():
                 shutil.rmtree(out)
                 continue
@@ -303,27 +306,27 @@ def test_two_preparations_into_one_place_at_once_give_one_dataset(tmp_path: Path
     prepared(recipe, tmp_path / "alone")
     with ThreadPoolExecutor(3) as pool:
         done = list(pool.map(lambda _: prepared(recipe, tmp_path / "out"), range(3)))
-    assert len({one.index.fingerprint for one in done}) == 1
+    assert len({dataset.index.fingerprint for dataset in done}) == 1
     assert objects(tmp_path / "out") == objects(tmp_path / "alone")
 
 
-def test_a_preparation_that_begins_while_another_writes_its_first_portions_goes_on_with_it(
+def test_a_preparation_that_begins_while_another_writes_its_first_portions_continues_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw_folder(tmp_path)
     recipe = recipe_file(tmp_path)
     lists = LocalFolder.list
-    begun: list[int] = []
+    looks: list[int] = []
 
     def list_later(store: LocalFolder, prefix: str = "") -> Iterator[Info]:
-        if not begun:  # whoever looks had found no plan, and waits for a processor
-            begun.append(1)
+        if not looks:  # the first look had found no plan, and waits for a processor
+            looks.append(1)
             prepared(recipe, tmp_path / "out")
         return lists(store, prefix)
 
     monkeypatch.setattr(LocalFolder, "list", list_later)
     assert prepared(recipe, tmp_path / "out").reused
-    assert begun
+    assert looks
 
 
 def test_a_file_that_changes_while_it_is_read_ends_the_task_before_its_manifest(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_ray_of_this_machine_writes_the_same_bytes_and_a_worker_that_dies_chan
     assert objects(tmp_path / "ray") == objects(tmp_path / "alone")
 
 
-def test_what_fails_in_a_task_is_told_and_nothing_is_sealed(tmp_path: Path) -> None:
+def test_a_failure_in_a_task_is_reported_and_nothing_is_sealed(tmp_path: Path) -> None:
     raw_folder(tmp_path)
     (tmp_path / "filters.py").write_text("def clean(document):\n    raise SystemError('no good')\n")
     recipe = recipe_file(tmp_path, '[[step]]\nuse = "filters.py:clean"')

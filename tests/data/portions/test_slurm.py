@@ -1,4 +1,4 @@
-"""A real Slurm of virtual nodes prepares the same bytes, also when jobs are killed, and says why it cannot."""
+"""A real Slurm of virtual nodes prepares the same bytes, also when jobs are killed, and reports why it cannot."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def prepare(cluster: SlurmCluster, folder: Path, *words: str, **more: str) -> su
 
 
 def ended(process: subprocess.Popen[str], code: int = 0) -> str:
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == code, said
-    return said
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
 
 
 def jobs(cluster: SlurmCluster) -> list[str]:
@@ -88,7 +88,7 @@ def test_jobs_and_commands_that_are_killed_change_no_byte_and_a_second_command_f
     second = prepare(cluster, tmp_path, *words)
     time.sleep(2)
     assert {row.split()[0] for row in jobs(cluster)} <= {row.split()[0] for row in before}
-    # What a killed job has left is done by one that is submitted in its place.
+    # A job that is submitted in the place of a killed one does the rest.
     for node in ("n1", "n2"):
         for pid in cluster.processes_of(node)[:2]:
             os.kill(pid, signal.SIGKILL)
@@ -127,15 +127,15 @@ def test_a_controller_that_does_not_answer_for_a_moment_costs_no_job(
     prepared(recipe, tmp_path / "alone")
     tools = tmp_path / "tools"
     tools.mkdir()
-    squeue, asked = tools / "squeue", tmp_path / "asked"
+    squeue, requests = tools / "squeue", tmp_path / "requests"
     squeue.write_text(
-        f'#!/bin/sh\necho x >> {asked}\n[ $(wc -l < {asked}) -le 2 ] && {{ echo "Unable to contact slurm controller" >&2; exit 1; }}\n'
+        f'#!/bin/sh\necho x >> {requests}\n[ $(wc -l < {requests}) -le 2 ] && {{ echo "Unable to contact slurm controller" >&2; exit 1; }}\n'
         f'exec {shutil.which("squeue")} "$@"\n'
     )
     squeue.chmod(0o755)
     words = ("recipe.toml", "--out", "out", "--slurm", "--workers", "2")
     ended(prepare(cluster, tmp_path, *words, PATH=f"{tools}:{os.environ['PATH']}"))
-    assert len(asked.read_text().splitlines()) > 2
+    assert len(requests.read_text().splitlines()) > 2
     assert objects(tmp_path / "out") == objects(tmp_path / "alone")
 
 
@@ -146,27 +146,27 @@ def test_what_ends_a_job_with_a_message_ends_the_command_with_it(
     with (raw / "part-1.jsonl").open("a") as file:
         file.write("{broken\n")
     recipe_file(tmp_path)
-    said = ended(
+    output = ended(
         prepare(cluster, tmp_path, "recipe.toml", "--out", "out", "--slurm", "--workers", "2"), code=1
     )
-    assert "line 61 of" in said
-    assert "is not JSON" in said
-    assert "run the same command again to resume" in said
+    assert "line 61 of" in output
+    assert "is not JSON" in output
+    assert "run the same command again to resume" in output
     cluster.wait_until(lambda: not jobs(cluster))
 
 
-def test_what_slurm_refuses_is_said_with_the_variables_that_mend_it(
+def test_a_refusal_of_slurm_is_printed_with_the_variables_that_mend_it(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     raw_folder(tmp_path)
     words = (str(tmp_path / "raw"), "--out", "out", "--tokenizer", "bytes", "--slurm", "--workers", "2")
-    said = ended(prepare(cluster, tmp_path, *words, SBATCH_PARTITION="nowhere"), code=1)
-    assert "nvalid partition" in said
-    assert "SBATCH_PARTITION" in said
+    output = ended(prepare(cluster, tmp_path, *words, SBATCH_PARTITION="nowhere"), code=1)
+    assert "nvalid partition" in output
+    assert "SBATCH_PARTITION" in output
     assert "tokens to train on" in ended(prepare(cluster, tmp_path, *words, SBATCH_PARTITION="main"))
 
 
-def test_a_machine_without_slurm_is_told_where_to_give_the_command(
+def test_a_machine_without_slurm_is_refused_with_the_machine_to_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw_folder(tmp_path)

@@ -82,16 +82,16 @@ def test_a_filter_of_datatrove_decides_as_it_does_by_itself(tmp_path: Path) -> N
     assert 0 < kept < 80
     assert done.counts["documents kept"] == kept
     assert done.counts["dropped: RegexFilter"] == 80 - kept
-    for use, parameters, said in (
+    for use, parameters, message in (
         ("NoFilter", "{}", "has no filter NoFilter; it has: C4"),
         ("RegexFilter", '{expression = "a"}', "unexpected keyword argument 'expression'"),
     ):
         wrong = f'[[step]]\nuse = "datatrove:{use}"\nparameters = {parameters}'
-        with pytest.raises(PreparationError, match=f"step datatrove:{use}: .*{said}"):
+        with pytest.raises(PreparationError, match=f"step datatrove:{use}: .*{message}"):
             prepared(recipe_file(tmp_path, wrong), tmp_path / "wrong")
 
 
-def test_a_filter_of_datatrove_without_datatrove_says_what_to_install(
+def test_a_filter_of_datatrove_without_datatrove_is_refused_with_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: str) -> str:
@@ -104,7 +104,7 @@ def test_a_filter_of_datatrove_without_datatrove_says_what_to_install(
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("def other(document):\n  pass", "there is no function clean"),
         (
@@ -117,10 +117,10 @@ def test_a_filter_of_datatrove_without_datatrove_says_what_to_install(
         ("def clean(", "cannot be run: SyntaxError"),
     ],
 )
-def test_a_function_that_does_not_work_is_named(tmp_path: Path, code: str, said: str) -> None:
+def test_a_function_that_does_not_work_is_named(tmp_path: Path, code: str, message: str) -> None:
     raw_folder(tmp_path)
     (tmp_path / "filters.py").write_text(code)
-    with pytest.raises(PreparationError, match=f"step filters.py:clean.* {said}"):
+    with pytest.raises(PreparationError, match=f"step filters.py:clean.* {message}"):
         prepared(recipe_file(tmp_path, '[[step]]\nuse = "filters.py:clean"'), tmp_path / "out")
 
 
@@ -155,7 +155,7 @@ def test_typos_in_steps_are_named(tmp_path: Path) -> None:
     more = '[[step]]\nuse = "characters"\nallowed = "[a"\n[[step]]\nuse = "decontaminate"\n'
     with pytest.raises(RunFileError) as caught:
         read_recipe(recipe_file(tmp_path, steps + more))
-    for said in (
+    for message in (
         "step[0].use: 'lenght' is not known",
         "did you mean 'length'",
         "step[1].min_chars: there is no such field (did you mean min_characters?)",
@@ -163,4 +163,4 @@ def test_typos_in_steps_are_named(tmp_path: Path) -> None:
         "step[3].allowed: is no class of characters",
         "step[4].against: is missing",
     ):
-        assert said in str(caught.value)
+        assert message in str(caught.value)

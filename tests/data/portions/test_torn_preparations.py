@@ -22,16 +22,16 @@ JUNK = [b"", b"null", b"[]", b"{}", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     raw_folder(folder)
     prepared(recipe_file(folder, output="seq_len = 100"), folder / "out")
     return folder
 
 
-def damaged(whole: Path, name: str) -> list[bytes]:
-    """What may lie there instead: other things, and each of some pieces of what was written, and a flipped bit of it."""
-    content = (whole / "out" / name).read_bytes()
+def damaged(undamaged: Path, name: str) -> list[bytes]:
+    """Damaged contents of a file: other content, some beginnings of its own, and its own with one flipped bit."""
+    content = (undamaged / "out" / name).read_bytes()
     places = range(0, len(content), max(1, len(content) // 12))
     flips = [
         content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :] for place in places if content
@@ -40,17 +40,17 @@ def damaged(whole: Path, name: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", [MANIFEST, PLAN, ORIGIN, "index.json"])
-def test_whatever_lies_in_place_of_a_file_of_a_preparation_is_told_and_never_a_crash(
-    whole: Path, name: str
+def test_any_content_in_place_of_a_file_of_a_preparation_is_refused_without_a_crash(
+    undamaged: Path, name: str
 ) -> None:
-    file = whole / "out" / name
+    file = undamaged / "out" / name
     content = file.read_bytes()
-    told = 0
+    refusals = 0
     try:
-        for other in damaged(whole, name):
+        for other in damaged(undamaged, name):
             file.write_bytes(other)
             try:
-                place = Workplace(str(whole / "out"))
+                place = Workplace(str(undamaged / "out"))
                 index = sealed_index(place)
                 assert place.manifest("write", 1) is not None
                 assert index is not None
@@ -58,22 +58,24 @@ def test_whatever_lies_in_place_of_a_file_of_a_preparation_is_told_and_never_a_c
                     trace(place, index, TRAIN, record, 100)
             except DataError as error:
                 assert name in str(error) or "there is no plan" in str(error)  # noqa: PT017
-                told += 1
+                refusals += 1
             try:
-                prepared(whole / "recipe.toml", whole / "out")
+                prepared(undamaged / "recipe.toml", undamaged / "out")
             except DataError:
-                told += 1
+                refusals += 1
     finally:
         file.write_bytes(content)
-    assert told >= len(JUNK)
+    assert refusals >= len(JUNK)
 
 
-def test_a_damaged_manifest_that_is_removed_is_made_again_with_the_bytes_that_were_there(whole: Path) -> None:
-    before = objects(whole / "out")
-    (whole / "out" / MANIFEST).write_bytes(b"{")
+def test_a_damaged_manifest_that_is_removed_is_made_again_with_the_bytes_that_were_there(
+    undamaged: Path,
+) -> None:
+    before = objects(undamaged / "out")
+    (undamaged / "out" / MANIFEST).write_bytes(b"{")
     with pytest.raises(PreparationError, match=rf"{MANIFEST} is damaged .*remove it, and give the same comm"):
-        prepared(whole / "recipe.toml", whole / "out")
-    (whole / "out" / MANIFEST).unlink()
-    (whole / "out" / "index.json").unlink()
-    prepared(whole / "recipe.toml", whole / "out")
-    assert objects(whole / "out") == before
+        prepared(undamaged / "recipe.toml", undamaged / "out")
+    (undamaged / "out" / MANIFEST).unlink()
+    (undamaged / "out" / "index.json").unlink()
+    prepared(undamaged / "recipe.toml", undamaged / "out")
+    assert objects(undamaged / "out") == before

@@ -31,12 +31,12 @@ def test_the_tokens_of_a_record_are_those_of_the_documents_that_it_is_traced_to(
     for split in SPLITS:
         shards = TokenShards.open(tmp_path / "out", split)
         for record in range(done.index.samples(split, seq_len)):
-            wanted: list[int] = []
+            expected: list[int] = []
             for document in trace(place, done.index, split, record, seq_len):
                 tokens = [*texts[document.name].encode(), 256]
-                wanted += tokens[document.first : document.first + document.tokens]
+                expected += tokens[document.first : document.first + document.tokens]
                 assert document.name.startswith(Path(document.url).name) or "notes" in document.url
-            wanted += [256] * (seq_len - len(wanted))
-            assert np.array_equal(shards.read(record * seq_len, (record + 1) * seq_len), wanted)
+            expected += [256] * (seq_len - len(expected))
+            assert np.array_equal(shards.read(record * seq_len, (record + 1) * seq_len), expected)
         with pytest.raises(PreparationError, match="there is no record"):
             trace(place, done.index, split, done.index.samples(split, seq_len), seq_len)

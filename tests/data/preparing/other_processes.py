@@ -16,7 +16,7 @@ from phalanx.data.preparing.prepare import prepare
 def prepare_with_small_files(
     documents: list[Document], out: Path, settings: dict[str, Any], outcome: Connection
 ) -> None:
-    """Prepares where no file may have more than 20,000 bytes, and tells what became of it."""
+    """Prepare where no file may have more than 20,000 bytes, and send the outcome."""
     # A file-size limit is the one full disk that every machine has: writing beyond it fails as on a full disk.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -28,7 +28,7 @@ def prepare_with_small_files(
 
 
 def prepare_until_killed(documents: list[Document], out: Path, settings: dict[str, Any]) -> None:
-    """Prepares, and is killed when half of the documents have been encoded."""
+    """Prepare, and end by a kill when half of the documents have been encoded."""
 
     def kill(stage: str, done: int, total: int) -> None:
         if (stage, done) == ("encode", total // 2):

@@ -19,6 +19,6 @@ def test_the_standard_library_is_the_same_twice() -> None:
     assert python_stdlib() == python_stdlib()
 
 
-def test_a_mistyped_corpus_is_told_the_right_name() -> None:
+def test_a_mistyped_corpus_is_refused_with_the_right_name() -> None:
     with pytest.raises(CorpusError, match="did you mean 'python-stdlib'"):
         named_corpus("python_stdlb")

@@ -36,7 +36,7 @@ def test_a_glob_names_files_below_its_first_wildcard(tmp_path: Path) -> None:
     assert [d.name for d in files_of([tmp_path / "**/*.txt"])] == ["x/a.txt", "y/a.txt"]
 
 
-def test_names_do_not_depend_on_where_the_folder_lies(tmp_path: Path) -> None:
+def test_names_do_not_depend_on_the_place_of_the_folder(tmp_path: Path) -> None:
     names = []
     for place in ("here", "over/there"):
         (tmp_path / place / "books").mkdir(parents=True)
@@ -189,9 +189,9 @@ def test_a_long_text_loses_only_the_piece_that_is_bad(tmp_path: Path) -> None:
     lines = ["äöü\n" * 200_000, "gut\n"]
     (tmp_path / "late.txt").write_bytes("".join(lines).encode() + b"\xff\n")
     files = files_of([tmp_path], on_bad="skip")
-    whole = "".join(document.text for document in files)
-    assert "".join(lines).startswith(whole)
-    assert len(whole) > 500_000
+    kept_text = "".join(document.text for document in files)
+    assert "".join(lines).startswith(kept_text)
+    assert len(kept_text) > 500_000
     assert [bad.place for bad in files.report.bad] == ["piece 2"]
 
 
@@ -201,12 +201,12 @@ def test_where_no_file_can_be_read_the_first_is_named(tmp_path: Path) -> None:
         files_of([tmp_path], on_bad="skip")
 
 
-def test_json_lines_are_read_as_text_if_asked_for(tmp_path: Path) -> None:
+def test_json_lines_are_read_as_text_on_request(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(JSON_LINES)
     assert read(files_of([tmp_path], json_as_text=True)) == [("a.jsonl", JSON_LINES.decode())]
 
 
-def test_what_describes_data_beside_it_is_not_read_but_said(tmp_path: Path) -> None:
+def test_a_description_beside_data_is_not_read_but_reported(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "README.md").write_text("# Data")
     (tmp_path / "data/train.jsonl").write_text('{"text": "a"}\n')
@@ -239,7 +239,7 @@ def test_a_folder_that_datasets_saved_gives_the_rows_of_its_data_files(tmp_path:
         assert [document.text for document in files_of([folder])] == texts
 
 
-def test_of_several_splits_those_to_read_must_be_named(tmp_path: Path) -> None:
+def test_the_splits_to_read_must_be_named_if_there_are_several(tmp_path: Path) -> None:
     saved(tmp_path / "train", ["a", "b", "c"])
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
     assert len(list(files_of([tmp_path]))) == 3
@@ -268,7 +268,7 @@ def test_documents_are_as_they_were_before_other_formats_were_read(tmp_path: Pat
     assert [document.name for document in names[1:]] == ["long.txt#0", "long.txt#1"]
 
 
-def test_a_json_array_is_text_and_is_told_apart_from_other_json(tmp_path: Path) -> None:
+def test_a_json_array_is_text_and_is_distinguished_from_other_json(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text('[\n  {"text": "a"}, {"text": "b"}]')
     (tmp_path / "settings.json").write_text('{"rows": [{}]}')
     files = files_of([tmp_path])
@@ -283,17 +283,17 @@ def test_a_link_to_a_folder_is_not_followed_and_is_named(tmp_path: Path) -> None
     (tmp_path / "data" / "b.txt").write_text("b")
     (tmp_path / "data" / "below" / "link").symlink_to(tmp_path / "real")
     (tmp_path / "data" / "circle").symlink_to(tmp_path / "data")
-    found = files_of([tmp_path / "data"])
-    assert [d.name for d in found] == ["b.txt"]
-    assert found.linked == (tmp_path / "data" / "below" / "link", tmp_path / "data" / "circle")
+    files = files_of([tmp_path / "data"])
+    assert [d.name for d in files] == ["b.txt"]
+    assert files.linked == (tmp_path / "data" / "below" / "link", tmp_path / "data" / "circle")
 
 
 def test_one_object_of_json_beside_rows_alone_is_set_aside_and_beside_texts_is_read(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "stat.json").write_text('{\n "rows": 1\n}\n')
-    found = files_of([tmp_path])
-    assert [d.text for d in found] == ["one"]
-    assert found.aside == (tmp_path / "stat.json",)
+    files = files_of([tmp_path])
+    assert [d.text for d in files] == ["one"]
+    assert files.aside == (tmp_path / "stat.json",)
     assert len(list(files_of([tmp_path / "rows.jsonl", tmp_path / "stat.json"]))) == 2, "it was named"
     (tmp_path / "note.txt").write_text("a text")
     assert files_of([tmp_path]).aside == ()
@@ -307,9 +307,9 @@ def test_a_name_that_is_not_utf8_is_escaped_in_the_error_and_can_be_skipped(tmp_
         CorpusError, match=r"udcff\.txt.*has a name that is not UTF-8; rename it.*--on-bad skip"
     ):
         files_of([tmp_path])
-    found = files_of([tmp_path], on_bad="skip")
-    assert [d.text for d in found] == ["a"]
-    assert found.report.bad_count == 1
+    files = files_of([tmp_path], on_bad="skip")
+    assert [d.text for d in files] == ["a"]
+    assert files.report.bad_count == 1
 
 
 def test_a_zstd_file_that_needs_a_dictionary_is_not_called_cut_or_changed(tmp_path: Path) -> None:

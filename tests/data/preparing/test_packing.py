@@ -65,16 +65,16 @@ def test_classes_of_lengths_share_no_record_and_lose_no_token(lengths: list[int]
         assert packer.add(np.full(length, number, dtype=np.uint32)) is None
     records = packer.flush()
     assert (records is None) == (not lengths)
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for record in [] if records is None else records.tolist():
         there = {number for number in record if number}
         kinds = {sum(lengths[number - 1] > least for least in classes) for number in there}
         assert len(kinds) == 1
-        found += Counter(record)
-    assert found.pop(0, 0) == packer.padding_tokens
+        counts += Counter(record)
+    assert counts.pop(0, 0) == packer.padding_tokens
     # Each piece after the first repeats a token.
-    wanted = {n: length + len(pieces_of(length, room)) - 1 for n, length in enumerate(lengths, start=1)}
-    assert dict(found) == wanted
+    expected = {n: length + len(pieces_of(length, room)) - 1 for n, length in enumerate(lengths, start=1)}
+    assert dict(counts) == expected
 
 
 def test_lengths_like_those_of_the_web_leave_hardly_any_padding() -> None:
@@ -87,7 +87,7 @@ def test_lengths_like_those_of_the_web_leave_hardly_any_padding() -> None:
 
 
 def documents(lengths: list[int]) -> list[np.ndarray]:
-    """Documents in which a token tells document and place."""
+    """Documents whose tokens encode document and place."""
     return [
         np.array([*(1000 * (number + 1) + place for place in range(length - 1)), END])
         for number, length in enumerate(lengths)
@@ -103,19 +103,22 @@ def test_every_token_but_a_documents_first_is_a_target_exactly_once(
     windows = [packer.add(document) for document in documents(lengths)]
     windows.append(packer.flush())
     records = np.concatenate(
-        [np.empty((0, seq_len), np.uint32), *(one for one in windows if one is not None)]
+        [
+            np.empty((0, seq_len), np.uint32),
+            *(window_records for window_records in windows if window_records is not None),
+        ]
     )
     pairs: Counter[tuple[int, int]] = Counter()
     for record in records.tolist():
         for token, target in itertools.pairwise(record):
             if token != END:
                 pairs[token, target] += 1
-    wanted = Counter(
+    expected = Counter(
         (int(token), int(target))
         for document in documents(lengths)
         for token, target in itertools.pairwise(document)
     )
-    assert pairs == wanted
+    assert pairs == expected
     cut = sum(len(pieces_of(length, seq_len)) - 1 for length in lengths)
     assert records.size == sum(lengths) + cut + packer.padding_tokens
 
@@ -135,7 +138,7 @@ def run_on(folder: Path, seq_len: int = 64) -> RunSpec:
     return RunSpec(data=DataSpec(path=str(folder)), train=train)
 
 
-def test_a_packed_dataset_holds_whole_documents_and_says_its_padding(packed: Path) -> None:
+def test_a_packed_dataset_holds_full_documents_and_counts_its_padding(packed: Path) -> None:
     index = read_index(packed)
     assert (index.version, index.packed_seq_len) == (2, 64)
     assert index.train.documents + index.held_out.documents == 120
@@ -144,10 +147,10 @@ def test_a_packed_dataset_holds_whole_documents_and_says_its_padding(packed: Pat
         ends = (records[:, :-1] == END) & (records[:, 1:] == END)
         assert int(ends.sum()) == index.split(split).padding
         texts = "".join(map(chr, np.where(records == END, 10, records).reshape(-1).tolist())).split("\n")
-        found = Counter(len(text) for text in texts if text)
-        short = {len(one.text) for one in TEXTS if len(one.text) < 64}
+        counts = Counter(len(text) for text in texts if text)
+        short = {len(document.text) for document in TEXTS if len(document.text) < 64}
         assert all(set(text) == {"x"} for text in texts if text)
-        assert short & set(found)
+        assert short & set(counts)
     assert index.train.padding < 0.05 * index.train.tokens
 
 

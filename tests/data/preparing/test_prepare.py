@@ -1,4 +1,4 @@
-"""Preparing: every document is in one split, whole; what exists is used or left alone; failures leave nothing."""
+"""Preparing: every document is whole in one split; existing datasets are used or left alone; failures leave nothing."""
 
 import hashlib
 import json
@@ -135,12 +135,14 @@ def test_a_tokenizer_is_trained_on_the_training_split_alone(tmp_path: Path) -> N
 
 
 def test_a_given_tokenizer_goes_with_the_dataset(tmp_path: Path) -> None:
-    given = train_bpe(["another text altogether"] * 9, vocab_size=270)
+    tokenizer = train_bpe(["another text altogether"] * 9, vocab_size=270)
     (tmp_path / "given").mkdir()
-    given.save(tmp_path / "given")
+    tokenizer.save(tmp_path / "given")
     info = make(tmp_path / "set", tmp_path / "given/tokenizer.json")
     assert (
-        info.index.tokenizer_fingerprint == given.fingerprint == load_tokenizer(tmp_path / "set").fingerprint
+        info.index.tokenizer_fingerprint
+        == tokenizer.fingerprint
+        == load_tokenizer(tmp_path / "set").fingerprint
     )
 
 
@@ -167,9 +169,9 @@ def test_without_held_out_text_there_is_nothing_to_compress(tmp_path: Path) -> N
 
 def test_documents_without_text_leave_no_trace(tmp_path: Path) -> None:
     with_empty = [Document("empty", ""), *DOCUMENTS, Document("empty too", "")]
-    one = prepare(with_empty, tmp_path / "one", tokenizer="bytes", held_out_fraction=FRACTION)
-    other = prepare(DOCUMENTS, tmp_path / "other", tokenizer="bytes", held_out_fraction=FRACTION)
-    assert one.index == other.index
+    with_empty_ones = prepare(with_empty, tmp_path / "one", tokenizer="bytes", held_out_fraction=FRACTION)
+    without_them = prepare(DOCUMENTS, tmp_path / "other", tokenizer="bytes", held_out_fraction=FRACTION)
+    assert with_empty_ones.index == without_them.index
 
 
 def test_progress_counts_documents_in_each_stage(tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_an_empty_directory_may_be_prepared_into(tmp_path: Path) -> None:
     assert not make(tmp_path / "set").reused
 
 
-def test_another_dataset_is_left_alone_and_the_difference_told(tmp_path: Path) -> None:
+def test_another_dataset_is_left_alone_and_the_difference_named(tmp_path: Path) -> None:
     make(tmp_path / "set")
     before = contents(tmp_path / "set")
     with pytest.raises(DatasetExistsError, match=r"another dataset \(held_out_fraction 0\.2, not 0\.3\)"):
@@ -228,8 +230,8 @@ def test_a_damaged_dataset_is_not_reused(tmp_path: Path) -> None:
         make(tmp_path / "set")
 
 
-def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    heard, outcome = FORKS.Pipe(duplex=False)
+def test_a_full_disk_is_reported_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    receiver, outcome = FORKS.Pipe(duplex=False)
     settings = SETTINGS | {"shard_tokens": 1 << 20}
     process = FORKS.Process(
         target=prepare_with_small_files, args=(DOCUMENTS, tmp_path / "set", settings, outcome)
@@ -237,7 +239,9 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
     process.start()
     outcome.close()
     process.join()
-    assert re.match("NoRoomError: .*: make room there, or choose a directory on another disk", heard.recv())
+    assert re.match(
+        "NoRoomError: .*: make room there, or choose a directory on another disk", receiver.recv()
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -249,7 +253,7 @@ def test_a_failure_on_the_way_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 class Changing:
-    """A corpus that is another one, or fails, when gone through for the n-th time."""
+    """A corpus that changes, or fails, when it is read for the n-th time."""
 
     def __init__(self, *, changes_on: int = 0, fails_on: int = 0) -> None:
         self.changes_on, self.fails_on, self.times = changes_on, fails_on, 0
@@ -294,7 +298,7 @@ def test_a_tokenizer_that_is_not_the_datasets_is_found_by_verifying(tmp_path: Pa
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10])
-def test_of_documents_too_few_for_their_names_to_decide_an_end_is_held_out(
+def test_an_end_is_held_out_of_documents_too_few_for_their_names_to_decide(
     tmp_path: Path, count: int
 ) -> None:
     few = [document for document in DOCUMENTS if split_of(document.name, FRACTION) == TRAIN][:count]
@@ -353,7 +357,7 @@ def test_a_vocabulary_size_that_is_not_the_tokenizers_is_refused(tmp_path: Path)
         make(tmp_path / "set", vocab_size=5000)
 
 
-def test_a_mistyped_tokenizer_is_told(tmp_path: Path) -> None:
+def test_a_mistyped_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"cannot read .*bep"):
         make(tmp_path / "set", "bep")
 

@@ -1,4 +1,4 @@
-"""Samples: sequences of the stream, each once an epoch, whoever asks for them."""
+"""Samples: sequences of the stream, each once an epoch, for every reader."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from phalanx.data.reading.dataset import RunData, TokenSequences
 from phalanx.data.reading.sources import open_place
 from phalanx.data.stored.index import TRAIN
 
-# Tokens that tell their place, so that a sample tells where it was cut from.
+# Each token is its place, so that a sample shows where it was cut from.
 PLACES = np.arange(1000)
 SEQ_LEN = 7
 SAMPLES = 142
@@ -100,7 +100,7 @@ def test_fingerprint_and_tokenizer_are_the_datasets(run_data: RunData) -> None:
     assert run_data.tokenizer.decode(run_data.held_out_samples(0, 1)[0].tolist()) == "BCDEF"
 
 
-def test_a_dataset_shorter_than_a_sample_says_so(directory: Path) -> None:
+def test_a_dataset_shorter_than_a_sample_is_refused_with_both_lengths(directory: Path) -> None:
     with pytest.raises(
         DatasetError, match="1000 training tokens, and one sample of seq_len = 1000 needs 1001"
     ):

@@ -1,4 +1,4 @@
-"""Which document a token belongs to."""
+"""The document that a token belongs to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places of samples located a stretch at a time: the same places, whoever asks in which order."""
+"""Places of samples located a stretch at a time: the same places, in any order of requests."""
 
 import numpy as np
 from hypothesis import given
@@ -9,7 +9,7 @@ from phalanx.data.reading.dataset import LocatedAhead
 
 
 class Counted:
-    """Places that are told apart by the sample's number; ``calls`` counts how often they were computed."""
+    """Places that differ by the sample's number; ``calls`` counts how often they were computed."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -21,11 +21,11 @@ class Counted:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 40), st.integers(1, 5)), max_size=12))
-def test_every_sample_has_its_place_in_whatever_order_stretches_are_asked_for(
-    asked: list[tuple[int, int, int]],
+def test_every_sample_has_its_place_in_any_order_of_stretches(
+    stretches: list[tuple[int, int, int]],
 ) -> None:
     located = LocatedAhead(Counted())
-    for first, count, times in asked:
+    for first, count, times in stretches:
         for number in range(times):  # one after another, as a process that reads alone does
             sources, records = located(first + number * count, count)
             samples = np.arange(first + number * count, first + (number + 1) * count)

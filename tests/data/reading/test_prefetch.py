@@ -11,7 +11,7 @@ from phalanx.data.reading.prefetch import Prefetch, WaitEndedError
 
 
 @given(numbers=st.lists(st.integers()), depth=st.integers(1, 5))
-def test_batches_come_in_the_order_asked_for(numbers: list[int], depth: int) -> None:
+def test_batches_come_in_the_order_of_their_numbers(numbers: list[int], depth: int) -> None:
     with Prefetch(lambda number: ("batch", number), numbers, depth=depth) as batches:
         assert list(batches) == [("batch", number) for number in numbers]
 
@@ -60,7 +60,7 @@ def test_an_exception_of_the_numbers_reaches_the_consumer() -> None:
             next(batches)
 
 
-def test_closing_ends_the_thread_whatever_it_waits_for() -> None:
+def test_closing_ends_the_thread_in_any_of_its_waits() -> None:
     before = set(threading.enumerate())
     for taken in range(4):
         batches = Prefetch(str, itertools.count(), depth=2)
@@ -74,15 +74,15 @@ def test_closing_ends_the_thread_whatever_it_waits_for() -> None:
 
 
 def test_closing_gives_up_a_batch_that_waits_for_what_does_not_come() -> None:
-    asked, given_up = threading.Event(), threading.Event()
+    started, given_up = threading.Event(), threading.Event()
 
     def make(number: int) -> int:
-        asked.set()
+        started.set()
         assert given_up.wait(60)
         raise OSError(f"{number} was given up")
 
     batches = Prefetch(make, itertools.count(), give_up=given_up.set)
-    assert asked.wait(60)
+    assert started.wait(60)
     batches.close()
     assert given_up.is_set()
     with pytest.raises(StopIteration):
@@ -102,10 +102,8 @@ def test_a_consumer_that_fails_leaves_no_thread() -> None:
     assert set(threading.enumerate()) <= before, "threads of earlier tests may have ended"
 
 
-def test_a_consumer_that_waits_may_be_told_that_it_is_enough_and_one_that_does_not_wait_has_its_batches() -> (
-    None
-):
-    asked, come, first = threading.Event(), threading.Event(), threading.Event()
+def test_a_consumer_that_waits_can_be_stopped_and_one_that_does_not_wait_has_its_batches() -> None:
+    stopped, come, first = threading.Event(), threading.Event(), threading.Event()
 
     def make(number: int) -> int:
         if number:
@@ -119,14 +117,14 @@ def test_a_consumer_that_waits_may_be_told_that_it_is_enough_and_one_that_does_n
         give_up=come.set,
         on_wait=lambda _: None,
         told_first_s=0.1,
-        enough=asked.is_set,
+        enough=stopped.is_set,
     ) as batches:
         assert first.wait(60)
-        asked.set()
+        stopped.set()
         assert next(batches) == 0
         with pytest.raises(WaitEndedError):
             next(batches)
-        asked.clear()
+        stopped.clear()
         come.set()
         assert list(batches) == [1, 2]
 
@@ -136,8 +134,8 @@ def test_a_depth_of_zero_is_refused() -> None:
         Prefetch(str, [], depth=0)
 
 
-def test_a_consumer_is_told_each_time_that_it_has_waited_twice_as_long() -> None:
-    told: list[float] = []
+def test_a_consumers_wait_is_reported_each_time_that_it_has_doubled() -> None:
+    waits_s: list[float] = []
     enough = threading.Event()
 
     def make(number: int) -> int:
@@ -145,10 +143,10 @@ def test_a_consumer_is_told_each_time_that_it_has_waited_twice_as_long() -> None
         return number
 
     def on_wait(seconds: float) -> None:
-        told.append(seconds)
-        if len(told) == 3:
+        waits_s.append(seconds)
+        if len(waits_s) == 3:
             enough.set()
 
     with Prefetch(make, range(2), on_wait=on_wait, told_first_s=0.01) as batches:
         assert list(batches) == [0, 1]
-    assert told[:3] == [0.01, 0.02, 0.04]
+    assert waits_s[:3] == [0.01, 0.02, 0.04]

@@ -24,7 +24,7 @@ from phalanx.run.spec import DataSpec, RunSpec, RuntimeSpec, SourceSpec, TrainSp
 SEQ_LEN = 7
 BATCH = 8
 FIRST_TOKENS = {"books": 10_000, "code": 20_000, "web": 30_000}
-"""A token tells its source and its place in it."""
+"""Tokens of a source begin here, so that a token shows its source and its place in it."""
 TOKENS = {"books": 100, "code": 400, "web": 2000}
 
 
@@ -64,13 +64,13 @@ def source_names(first_tokens: np.ndarray) -> list[str]:
     ]
 
 
-def test_samples_come_from_the_sources_and_records_that_the_mixture_says(folders: dict[str, Path]) -> None:
+def test_samples_come_from_the_sources_and_records_of_the_mixture(folders: dict[str, Path]) -> None:
     spec = run_of(folders)
     mixture, samples = mixture_of(spec, index_of(spec)), RunData.of_run(spec).train_samples(0, 30 * BATCH)
     assert samples.shape == (30 * BATCH, SEQ_LEN + 1)
-    found = mixture.locate(np.arange(30 * BATCH))
+    located = mixture.locate(np.arange(30 * BATCH))
     skipped = {"web": 0, "code": 57 // 4, "books": 0}
-    for sample, number, record in zip(samples, found.source, found.record, strict=True):
+    for sample, number, record in zip(samples, located.source, located.record, strict=True):
         name = mixture.sources[number].name
         first = FIRST_TOKENS[name] + (skipped[name] + int(record)) * SEQ_LEN
         assert sample.tolist() == list(range(first, first + SEQ_LEN + 1))
@@ -97,9 +97,9 @@ def test_ranks_together_read_what_one_rank_alone_reads(
 def test_the_order_of_sources_in_the_run_file_changes_no_sample(folders: dict[str, Path]) -> None:
     spec = run_of(folders)
     turned = replace(spec, data=replace(spec.data, sources=spec.data.sources[::-1]))
-    one, other = RunData.of_run(spec), RunData.of_run(turned)
-    assert np.array_equal(one.train_samples(0, 240), other.train_samples(0, 240))
-    assert one.fingerprint == other.fingerprint
+    in_order, reversed_data = RunData.of_run(spec), RunData.of_run(turned)
+    assert np.array_equal(in_order.train_samples(0, 240), reversed_data.train_samples(0, 240))
+    assert in_order.fingerprint == reversed_data.fingerprint
 
 
 def test_a_part_of_a_source_is_never_read_beyond(folders: dict[str, Path]) -> None:
@@ -177,7 +177,7 @@ def test_a_limit_below_one_epoch_holds(folders: dict[str, Path]) -> None:
         run_of(folders), data=DataSpec(sources=(SourceSpec("web", str(folders["web"]), epochs=0.1),))
     )
     (problem,) = epoch_problems(spec, mixture_of(spec, index_of(spec)))
-    assert "end at step 3" in problem.remedy  # 28.5 of 285 samples, 8 a step
+    assert "end at step 3" in problem.remedy  # limit 28.5 of 285 samples, 8 a step
 
 
 def test_sources_with_different_tokenizers_are_refused_with_the_command(
@@ -219,5 +219,5 @@ def test_a_source_that_is_packed_for_another_length_is_refused_by_name(folders: 
 def test_folders_that_are_elsewhere_are_found_where_an_earlier_start_had_them() -> None:
     sources = (SourceSpec("a", "sets/a"), SourceSpec("b", "other"), SourceSpec("new", "sets/new"))
     record = {"data_folders": {"a": "/far/sets/a", "b": "/far/sets/b"}}
-    found = found_again(DataSpec(sources=sources), record)
-    assert [source.path for source in found.sources] == ["/far/sets/a", "other", "sets/new"]
+    data = found_again(DataSpec(sources=sources), record)
+    assert [source.path for source in data.sources] == ["/far/sets/a", "other", "sets/new"]

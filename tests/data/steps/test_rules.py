@@ -1,4 +1,4 @@
-"""What the rules on texts keep, change and drop."""
+"""Texts that the rules keep, change and drop."""
 
 from __future__ import annotations
 

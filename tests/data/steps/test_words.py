@@ -68,7 +68,8 @@ def test_near_duplicates_without_spaces_are_found_and_others_are_not(script: str
     changed = text[:100] + letters(script, 2, 2) + text[102:300] + letters(script, 1, 3) + text[301:]
     other = letters(script, 400, 4)
     rows = [
-        band_rows(signature(one, 112, 5), place, 14, 8) for place, one in enumerate((text, changed, other))
+        band_rows(signature(variant, 112, 5), place, 14, 8)
+        for place, variant in enumerate((text, changed, other))
     ]
     entries = np.concatenate(rows)
     pairs = similar_pairs(entries, entries["ordinal"].astype(np.uint64), 112, 0.65)

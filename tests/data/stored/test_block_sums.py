@@ -121,7 +121,7 @@ def test_a_training_sample_with_a_flipped_byte_is_refused(dataset: Path) -> None
         RunData.open(dataset, 100, seed=0).train_samples(0, 50)
 
 
-def test_of_a_dataset_without_sums_each_shard_is_compared_as_a_whole(dataset: Path) -> None:
+def test_each_shard_of_a_dataset_without_sums_is_compared_as_a_whole(dataset: Path) -> None:
     flip(without_sums(dataset) / "train-00001.bin", 2 * SHARD_TOKENS - 1)
     opened = TokenShards.open(dataset, TRAIN)
     assert not opened.unchecked
@@ -130,7 +130,9 @@ def test_of_a_dataset_without_sums_each_shard_is_compared_as_a_whole(dataset: Pa
         opened.read(SHARD_TOKENS, SHARD_TOKENS + 1)
 
 
-def test_a_dataset_without_sums_that_is_too_large_to_be_compared_says_so(dataset: Path) -> None:
+def test_a_dataset_without_sums_that_is_too_large_to_be_compared_is_listed_as_unchecked(
+    dataset: Path,
+) -> None:
     # The last training shard becomes a sparse file: the dataset is larger than the limit, the disk holds no more.
     index = json.loads((dataset / INDEX_FILE).read_text())
     last = index["train"]["shards"][-1]

@@ -86,7 +86,7 @@ def test_more_shards_than_may_be_open_are_read_all_the_same(dataset: Path) -> No
     before = len(os.listdir("/dev/fd"))
     for start in (0, 900, 450, 0, 100, 1000):
         assert opened.read(start, start + 30).tolist() == STREAM[start : start + 30].tolist()
-        assert len(os.listdir("/dev/fd")) <= before + 2 * 2  # of each shard, its tokens and its sums
+        assert len(os.listdir("/dev/fd")) <= before + 2 * 2  # tokens and sums of each shard
     assert (
         gather(opened, np.arange(0, 1000, 50), 20).tolist() == STREAM[:1000].reshape(20, 50)[:, :20].tolist()
     )
@@ -125,17 +125,17 @@ def test_one_changed_token_changes_the_fingerprint(
 ) -> None:
     changed = STREAM.copy()
     changed[place] = (changed[place] + 1) % 257
-    one, other = (
+    before, after = (
         write_dataset(tmp_path_factory.mktemp("set") / "set", stream) for stream in (STREAM, changed)
     )
-    assert one.fingerprint != other.fingerprint
+    assert before.fingerprint != after.fingerprint
 
 
 def test_an_index_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert write_dataset(tmp_path / "set", STREAM) == read_index(tmp_path / "set")
 
 
-def test_an_intact_dataset_verifies_and_tells_its_progress(dataset: Path) -> None:
+def test_an_intact_dataset_verifies_and_reports_its_progress(dataset: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     verify(dataset, on_progress=lambda file, done, total: seen.append((file, done, total)))
     assert [done for _, done, _ in seen] == list(range(1, 14))
@@ -175,7 +175,7 @@ def test_a_missing_shard_is_named(dataset: Path) -> None:
         TokenShards.open(dataset, TRAIN)
 
 
-def test_a_missing_directory_and_a_directory_without_index_are_told_apart(tmp_path: Path) -> None:
+def test_a_missing_directory_and_a_directory_without_index_are_distinguished(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="there is no directory"):
         TokenShards.open(tmp_path / "nowhere", TRAIN)
     with pytest.raises(DatasetError, match=r"holds no index\.json; prepare the dataset there"):
@@ -190,13 +190,13 @@ def test_another_version_is_named_with_ours(dataset: Path) -> None:
         TokenShards.open(dataset, TRAIN)
 
 
-def test_a_version_that_its_content_contradicts_is_told_as_damaged(dataset: Path) -> None:
+def test_a_version_that_its_content_contradicts_is_reported_as_damage(dataset: Path) -> None:
     edit_index(dataset, version=2)
     with pytest.raises(DatasetError, match="version 2 and packed_seq_len 0 contradict"):
         TokenShards.open(dataset, TRAIN)
 
 
-def test_a_torn_index_is_told_as_damaged(dataset: Path) -> None:
+def test_a_torn_index_is_reported_as_damaged(dataset: Path) -> None:
     text = (dataset / "index.json").read_text()
     for length in (0, 10, len(text) // 2):
         (dataset / "index.json").write_text(text[:length])
@@ -205,7 +205,7 @@ def test_a_torn_index_is_told_as_damaged(dataset: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"dtype": "uint8"}, {"train": None}, {"surprise": 1}, {"recipe": {}}])
-def test_an_index_of_the_wrong_shape_is_told_as_damaged(dataset: Path, change: dict[str, object]) -> None:
+def test_an_index_of_the_wrong_shape_is_reported_as_damaged(dataset: Path, change: dict[str, object]) -> None:
     edit_index(dataset, **change)
     with pytest.raises(DatasetError, match=r"index\.json is damaged"):
         TokenShards.open(dataset, TRAIN)
@@ -217,7 +217,7 @@ def test_an_index_edited_by_hand_is_refused(dataset: Path) -> None:
         TokenShards.open(dataset, TRAIN)
 
 
-def test_an_unknown_split_is_told_the_known_ones(dataset: Path) -> None:
+def test_an_unknown_split_is_refused_with_the_known_ones(dataset: Path) -> None:
     with pytest.raises(DatasetError, match="'test'; a dataset has train and held_out"):
         TokenShards.open(dataset, "test")
 
@@ -228,7 +228,7 @@ def edit_index(dataset: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"tokens": "9"}, "tokens"),
         ({"tokens": True}, "tokens"),
@@ -244,7 +244,7 @@ def edit_index(dataset: Path, **changes: object) -> None:
     ],
 )
 def test_an_index_of_many_shards_is_read_at_once_and_what_is_wrong_with_one_of_them_is_named(
-    tmp_path: Path, change: dict[str, object], told: str
+    tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     index = read_index(make_dataset(tmp_path / "words"))
     (shard,) = index.train.shards
@@ -256,11 +256,11 @@ def test_an_index_of_many_shards_is_read_at_once_and_what_is_wrong_with_one_of_t
     assert parse_index(large.to_json(), tmp_path) == large
     content = json.loads(large.to_json())
     content["train"]["shards"][1000] |= change
-    with pytest.raises(DatasetError, match=told):
+    with pytest.raises(DatasetError, match=message):
         parse_index(json.dumps(content), tmp_path)
 
 
-def test_shards_of_more_tokens_than_can_be_counted_are_told_as_damage(dataset: Path) -> None:
+def test_shards_of_more_tokens_than_can_be_counted_are_reported_as_damage(dataset: Path) -> None:
     content = json.loads((dataset / "index.json").read_text())
     for tokens in (10**30, 1 << 61):
         content["train"]["shards"][0]["tokens"] = tokens

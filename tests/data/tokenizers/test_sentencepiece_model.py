@@ -163,7 +163,7 @@ def test_transformers_reads_what_is_saved_and_agrees(
 @pytest.mark.parametrize(
     ("config", "start"), [({}, (1,)), ({"add_bos_token": True}, (1,)), ({"add_bos_token": False}, ())]
 )
-def test_texts_begin_with_the_first_token_if_the_model_says_so(
+def test_texts_begin_with_the_first_token_if_the_model_requires_it(
     tmp_path: Path, config: dict[str, object], start: tuple[int, ...]
 ) -> None:
     assert tokenizer_from_file(written(tmp_path / "model", LLAMA, **config)).document_start == start
@@ -268,17 +268,17 @@ def test_a_conversation_has_the_ids_of_transformers_and_the_answer_is_what_is_le
     ]
     expected = theirs.apply_chat_template(chat, chat_template=source, tokenize=True, return_dict=True)
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
-    found = ChatEncoder(ours, ChatLayout(template), 500).encode(
+    conversation = ChatEncoder(ours, ChatLayout(template), 500).encode(
         conversation_text({"messages": chat}, "messages")
     )
-    assert found is not None
-    assert found.ids[:-1].tolist() == expected["input_ids"]
-    learned = hf.decode(found.ids[found.learned].tolist(), skip_special_tokens=False)
+    assert conversation is not None
+    assert conversation.ids[:-1].tolist() == expected["input_ids"]
+    learned = hf.decode(conversation.ids[conversation.learned].tolist(), skip_special_tokens=False)
     assert learned == chat[1]["content"] + "</s>"
 
 
 @pytest.mark.parametrize("flags", [{"rstrip": True}, {"lstrip": True}, {"single_word": True}], ids=str)
-def test_an_added_token_changes_no_text_beside_it_whatever_its_flags(
+def test_an_added_token_with_any_flags_changes_no_text_beside_it(
     flags: dict[str, bool], tmp_path: Path
 ) -> None:
     loaded = tokenizer_from_file(written(tmp_path, trained()))

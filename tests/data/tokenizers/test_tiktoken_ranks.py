@@ -1,4 +1,4 @@
-"""tiktoken's files: the ids are tiktoken's, every text comes back, and what the file does not say is asked for."""
+"""tiktoken's files: the ids are tiktoken's, every text comes back, and a missing pattern is requested."""
 
 import base64
 import json
@@ -41,8 +41,8 @@ TEXT = st.one_of(st.text(), st.lists(st.sampled_from(WORDS)).map("".join))
 def official(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict[str, int]]:
     """Pattern and special tokens of an encoding, by tiktoken's own module, whose ranks would be downloaded."""
     monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: {})
-    found = getattr(openai_public, name)()
-    return found["pat_str"], found["special_tokens"]
+    encoding = getattr(openai_public, name)()
+    return encoding["pat_str"], encoding["special_tokens"]
 
 
 @pytest.fixture(
@@ -96,7 +96,7 @@ def test_a_file_with_its_pattern_beside_it_is_read_and_kept(tmp_path: Path) -> N
     assert load_tokenizer(tmp_path / "kept") == tokenizer
 
 
-def test_a_file_of_an_unknown_encoding_asks_for_its_pattern(tmp_path: Path) -> None:
+def test_a_file_of_an_unknown_encoding_is_refused_with_a_request_for_its_pattern(tmp_path: Path) -> None:
     with pytest.raises(
         TokenizerError, match=r"of 256 ranks split text\? Give the model's tokenizer\.json .* pat_str"
     ):

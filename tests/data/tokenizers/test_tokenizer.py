@@ -74,7 +74,7 @@ def test_text_that_spells_the_end_token_does_not_end_the_document(tokenizer: Tok
 
 
 @EITHER
-def test_the_end_of_a_document_stands_for_no_text(tokenizer: Tokenizer) -> None:
+def test_the_end_of_a_document_has_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.byte_lengths[tokenizer.end_of_document] == 0
     assert tokenizer.decode([tokenizer.end_of_document]) == ""
 
@@ -118,7 +118,7 @@ def test_training_gives_the_same_tokenizer_in_any_process_on_any_number_of_threa
     assert len(fingerprints) == 1
 
 
-def test_a_trained_vocabulary_has_the_size_asked_for() -> None:
+def test_a_trained_vocabulary_has_the_requested_size() -> None:
     assert BPE.vocab_size == 300
     assert len(BPE.byte_lengths) == 300
 
@@ -142,7 +142,7 @@ def test_a_tokenizer_that_cuts_long_text_is_made_not_to(tmp_path: Path) -> None:
     assert tokenizer_from_file(tmp_path / "tokenizer.json").encode(TEXTS[0]) == BPE.encode(TEXTS[0])
 
 
-def test_added_tokens_stand_for_their_text_and_special_ones_for_none() -> None:
+def test_added_tokens_have_their_text_and_special_ones_have_none() -> None:
     hf = HfTokenizer.from_str(BPE.serialized)
     hf.add_special_tokens(["<|pad|>"])
     hf.add_tokens(["    ", "日本"])
@@ -165,7 +165,7 @@ FLAGS = [
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_an_added_token_changes_no_text_beside_it_whatever_its_flags(flags: dict[str, bool]) -> None:
+def test_an_added_token_with_any_flags_changes_no_text_beside_it(flags: dict[str, bool]) -> None:
     hf = HfTokenizer.from_str(BPE.serialized)
     hf.add_tokens([AddedToken("<note>", **flags), AddedToken("café", **flags)])
     tokenizer = BpeTokenizer(hf.to_str(), END_OF_DOCUMENT)
@@ -178,7 +178,7 @@ def test_an_added_token_changes_no_text_beside_it_whatever_its_flags(flags: dict
     assert [ids.tolist() for ids in tokenizer.encode_batch([text])] == [ids]
 
 
-def test_an_added_token_that_stands_for_other_text_than_its_own_is_refused_by_its_name() -> None:
+def test_an_added_token_for_other_text_than_its_own_is_refused_by_its_name() -> None:
     content = json.loads(BPE.serialized)
     content["normalizer"] = {"type": "NFC"}
     hf = HfTokenizer.from_str(json.dumps(content))
@@ -187,7 +187,7 @@ def test_an_added_token_that_stands_for_other_text_than_its_own_is_refused_by_it
         BpeTokenizer(hf.to_str(), END_OF_DOCUMENT)
 
 
-def test_the_end_token_is_what_the_config_beside_the_file_says(tmp_path: Path) -> None:
+def test_the_end_token_is_that_of_the_config_beside_the_file(tmp_path: Path) -> None:
     renamed = BPE.serialized.replace(END_OF_DOCUMENT, "[EOD]")
     (tmp_path / "tokenizer.json").write_text(renamed)
     with pytest.raises(TokenizerError, match=r'which token ends a document\? Name it as "eos_token"'):
@@ -232,14 +232,14 @@ def test_documents_begin_with_what_transformers_puts_before_a_text(
         [],
         [294],
         [290],
-    )  # what comes behind a text is no part of a document's start
+    )  # tokens behind a text are no part of a document's start
     (tmp_path / "saved").mkdir()
     ours.save(tmp_path / "saved")
     assert tokenizer_from_file(tmp_path / "saved").document_start == ours.document_start
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("the cat")["input_ids"] == theirs
 
 
-def test_what_is_put_before_a_text_tells_tokenizers_apart() -> None:
+def test_tokenizers_with_different_tokens_before_a_text_are_different() -> None:
     with_start, without = (
         BpeTokenizer(hf.to_str(), "<|eot_id|>") for hf in (begins_texts(byte_level_bpe()), byte_level_bpe())
     )

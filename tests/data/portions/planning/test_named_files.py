@@ -40,7 +40,7 @@ def tokens(folder: Path, split: str) -> list[int]:
     return [int(token) for token in shards.read(0, shards.tokens)]
 
 
-def said(*arguments: str, code: int = 0) -> str:
+def output_of(*arguments: str, code: int = 0) -> str:
     done = CliRunner().invoke(command, list(arguments))
     assert done.exit_code == code, done.output
     return done.output
@@ -55,25 +55,25 @@ def test_the_tokens_and_splits_are_those_of_one_process_without_portions(
     (raw / "README.md").write_text("not to be trained on, beside data of rows")
     named = [str(raw / "notes"), str(raw / "part-[12].jsonl"), str(raw / "packed.jsonl.gz")]
     for number, names in enumerate((named, [str(raw)])):
-        one, other = tmp_path / f"one-{number}", tmp_path / f"other-{number}"
+        unportioned, portioned = tmp_path / f"one-{number}", tmp_path / f"other-{number}"
         short = prepare(
             documents_of(tuple(names)),
-            one,
+            unportioned,
             tokenizer=tokenizer,
             vocab_size=300 if tokenizer == "bpe" else None,
             held_out_fraction=0.1,
         )
         output = OutputRecipe(tokenizer=tokenizer, vocab_size=300, held_out=0.1, portion_bytes=4096)
-        done = in_portions(names, other, output)
+        done = in_portions(names, portioned, output)
         assert len(done.index.train.shards) > 3
         for split in SPLITS:
-            assert tokens(one, split) == tokens(other, split)
+            assert tokens(unportioned, split) == tokens(portioned, split)
             assert short.index.split(split).documents == done.index.split(split).documents
-        assert (one / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
+        assert (unportioned / "tokenizer.json").read_bytes() == (portioned / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_of_few_documents_the_end_of_the_largest_is_held_out_as_without_portions(
+def test_the_end_of_the_largest_of_few_documents_is_held_out_as_without_portions(
     tmp_path: Path, count: int
 ) -> None:
     for number in range(count):
@@ -85,7 +85,7 @@ def test_of_few_documents_the_end_of_the_largest_is_held_out_as_without_portions
     for split in SPLITS:
         assert tokens(tmp_path / "one", split) == tokens(tmp_path / "other", split) != []
     assert done.counts["documents kept"] == done.counts["documents read"] == count
-    # The plan says so, and is read back.
+    # The plan records it, and is read back.
     assert in_portions(named, tmp_path / "other", output).reused
 
 
@@ -98,7 +98,7 @@ def test_workers_that_do_tasks_twice_in_any_order_and_lose_some_change_no_byte(t
         except PreparationError:
             in_portions(
                 named, tmp_path / f"out-{seed}"
-            )  # a task was lost three times: the same command goes on
+            )  # a task was lost three times: the same command resumes
         assert objects(tmp_path / f"out-{seed}") == objects(tmp_path / "alone")
 
 
@@ -115,21 +115,23 @@ def test_inputs_and_outputs_in_a_store_give_the_bytes_of_folders(
     alone = in_portions(local, tmp_path / "alone")
     mixed = [f"{url}/raw/*.jsonl", str(raw / "notes")]
     options = ("--tokenizer", "bytes", "--held-out", "0.1", "--json")
-    # Of so little text, the command line's portions are one.
-    out = json.loads(said("prepare", *mixed, "--out", f"{url}/out", *options).splitlines()[-1])
+    # So little text is one portion of the command line.
+    out = json.loads(output_of("prepare", *mixed, "--out", f"{url}/out", *options).splitlines()[-1])
     assert out["train_tokens"] == alone.index.train.tokens
     assert out["read"] == {"jsonl": {"files": 3}, "text": {"files": 7}}
     assert in_portions(mixed, f"{url}/portions").index.fingerprint == alone.index.fingerprint
 
 
-def test_the_command_goes_on_from_where_another_was_ended(tmp_path: Path) -> None:
+def test_the_command_resumes_where_another_was_ended(tmp_path: Path) -> None:
     raw, out = str(raw_folder(tmp_path)), str(tmp_path / "out")
     place, _ = place_named_files([raw], recipe_of_files([raw], OutputRecipe(held_out=0.05)), out)
     assert not place.is_done("write", 0)
     first = json.loads(
-        said("prepare", raw, "--out", out, "--workers", "1", "--json", "--tokenizer", "bpe").splitlines()[-1]
+        output_of(
+            "prepare", raw, "--out", out, "--workers", "1", "--json", "--tokenizer", "bpe"
+        ).splitlines()[-1]
     )
-    again = json.loads(said("prepare", raw, "--out", out, "--workers", "1", "--json").splitlines()[-1])
+    again = json.loads(output_of("prepare", raw, "--out", out, "--workers", "1", "--json").splitlines()[-1])
     assert (first["reused"], again["reused"]) == (False, True)
     assert verify_dataset(Path(out)) == 0
     assert read_index(Path(out)).fingerprint == first["fingerprint"]
@@ -142,9 +144,9 @@ def test_what_is_bad_is_left_out_and_counted_or_ends_the_preparation_with_its_pl
     (tmp_path / "raw" / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(50))
     raw, out = str(tmp_path / "raw"), str(tmp_path / "out")
     options = ("--out", out, "--workers", "1", "--tokenizer", "bytes")
-    assert "picture.png" in said("prepare", raw, *options, code=1)
-    assert "line 41 of" in said("prepare", f"{raw}/a.jsonl", *options, code=1)
-    done = said("prepare", raw, "--out", f"{out}-2", *options[2:], "--on-bad", "skip")
+    assert "picture.png" in output_of("prepare", raw, *options, code=1)
+    assert "line 41 of" in output_of("prepare", f"{raw}/a.jsonl", *options, code=1)
+    done = output_of("prepare", raw, "--out", f"{out}-2", *options[2:], "--on-bad", "skip")
     assert "left out: " in done
     assert "dropped: bad: 1" in done
 
@@ -165,7 +167,7 @@ def test_what_is_bad_is_left_out_and_counted_or_ends_the_preparation_with_its_pl
 def test_options_that_do_not_go_together_are_refused_with_the_remedy(
     tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    output = " ".join(said("prepare", *arguments, "--out", str(tmp_path / "out"), code=2).split())
+    output = " ".join(output_of("prepare", *arguments, "--out", str(tmp_path / "out"), code=2).split())
     assert re.search(message, output), output
     assert not (tmp_path / "out").exists()
 
@@ -178,8 +180,8 @@ def test_a_place_with_a_dataset_that_was_prepared_the_other_way_is_refused(tmp_p
     ):
         out = str(tmp_path / f"out-{len(first)}")
         options = ["--out", out, "--tokenizer", "bytes"]
-        said("prepare", raw, *options, *first)
-        assert message in said("prepare", raw, *options, *second, code=1)
+        output_of("prepare", raw, *options, *first)
+        assert message in output_of("prepare", raw, *options, *second, code=1)
 
 
 def test_a_file_that_is_named_twice_or_not_there_is_refused(

@@ -46,9 +46,9 @@ def test_documents_are_the_same_in_the_same_order_however_they_are_cut_into_port
         )
         return [d.name for number in range(len(plan.portions)) for _, d in read_portion(plan, number) if d]
 
-    whole = names(1 << 30)
-    assert len(whole) == files * lines + 7
-    assert names(portion_bytes) == whole
+    uncut = names(1 << 30)
+    assert len(uncut) == files * lines + 7
+    assert names(portion_bytes) == uncut
 
 
 def test_a_plan_is_what_was_planned_when_it_is_read_back(tmp_path: Path) -> None:

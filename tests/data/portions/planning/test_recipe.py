@@ -28,7 +28,7 @@ def test_every_typo_is_named_with_the_word_that_was_meant(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "source: is missing"),
         ("[[source]]\n", "source[0].url: is missing"),
@@ -45,10 +45,10 @@ def test_every_typo_is_named_with_the_word_that_was_meant(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_what_cannot_be_prepared_is_refused_by_its_field(tmp_path: Path, text: str, said: str) -> None:
+def test_what_cannot_be_prepared_is_refused_by_its_field(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(RunFileError) as caught:
         read(tmp_path, text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_recipe_is_the_same_after_it_was_written_down_and_read(tmp_path: Path) -> None:

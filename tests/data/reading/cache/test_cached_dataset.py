@@ -1,4 +1,4 @@
-"""A dataset in an object store gives the tokens of the same dataset in a folder, whatever becomes of the cache and on the way."""
+"""A dataset in an object store gives the tokens of the same dataset in a folder, after any damage in the cache or on the way."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def expected(starts: list[int], length: int) -> list[list[int]]:
 
 
 def harmed(folder: Path, harm: str, seed: int) -> None:
-    """Does to a file of the cache what a disk, a kill or another process might do."""
+    """Damage a file of the cache as a disk, a kill or another process might."""
     draw = np.random.default_rng(seed)
     files = sorted(folder.glob("train-*"))
     if not files:
@@ -92,7 +92,7 @@ def harmed(folder: Path, harm: str, seed: int) -> None:
     )
 )
 @settings(max_examples=40, deadline=None)
-def test_what_is_read_is_the_folders_whatever_becomes_of_the_cached(
+def test_the_tokens_read_are_the_folders_after_any_damage_to_the_cache(
     dataset: Path,
     tmp_path_factory: pytest.TempPathFactory,
     reads: list[tuple[list[int], int, str, int]],
@@ -116,14 +116,14 @@ def test_reading_a_stretch_gives_the_folders_tokens_across_shards_and_in_both_sp
         here, there = TokenShards.open(dataset, split), CachedShards(cache, split)
         assert there.tokens == here.tokens
         assert not there.unchecked
-        found = there.read(7, here.tokens)
-        assert found.dtype == here.dtype
-        assert found.tolist() == here.read(7, here.tokens).tolist()
+        stretch = there.read(7, here.tokens)
+        assert stretch.dtype == here.dtype
+        assert stretch.tolist() == here.read(7, here.tokens).tolist()
         with pytest.raises(IndexError):
             there.read(0, here.tokens + 1)
 
 
-def test_what_was_fetched_is_not_asked_for_again_by_later_processes(dataset: Path, tmp_path: Path) -> None:
+def test_fetched_blocks_are_not_requested_again_by_later_processes(dataset: Path, tmp_path: Path) -> None:
     store = stored(dataset)
     samples(CachedShards(opened(store, tmp_path), TRAIN), [5, 20_000], 600)
     store.read_bytes = 0
@@ -139,43 +139,44 @@ def test_only_the_blocks_of_a_sample_are_fetched(dataset: Path, tmp_path: Path) 
     assert store.read_bytes == 2 * BLOCK_BYTES
 
 
-def test_of_many_who_miss_a_block_at_once_one_fetches_it(dataset: Path, tmp_path: Path) -> None:
-    # Each has opened the cache for itself, as processes do; locks of open file descriptions keep these apart as they do processes.
-    store, asked = stored(dataset), []
+def test_one_of_many_readers_that_miss_a_block_at_once_fetches_it(dataset: Path, tmp_path: Path) -> None:
+    # Each has opened the cache for itself, as processes do; locks of open file descriptions exclude these as they do processes.
+    store, requests = stored(dataset), []
 
     def slowly(operation: str, key: str) -> None:
         if operation == "ranges" and key.endswith(".bin"):
-            asked.append(key)
+            requests.append(key)
             time.sleep(0.1)
 
     store.before = slowly
     readers = [CachedShards(opened(store, tmp_path), TRAIN) for _ in range(8)]
-    found: list[list[list[int]]] = []
+    results: list[list[list[int]]] = []
     threads = [
-        threading.Thread(target=lambda one=one: found.append(samples(one, [5], 600))) for one in readers
+        threading.Thread(target=lambda reader=reader: results.append(samples(reader, [5], 600)))
+        for reader in readers
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [expected([5], 600)] * 8
-    assert len(asked) == 1
+    assert results == [expected([5], 600)] * 8
+    assert len(requests) == 1
 
 
-def test_a_bit_that_flips_on_the_way_is_asked_for_again(dataset: Path, tmp_path: Path) -> None:
+def test_a_block_with_a_bit_that_flips_on_the_way_is_requested_again(dataset: Path, tmp_path: Path) -> None:
     store = stored(dataset)
     shards = CachedShards(opened(store, tmp_path), TRAIN)
-    intact, asked = dict(store.objects), 0
+    intact, request_count = dict(store.objects), 0
 
     def flip_the_first(operation: str, key: str) -> None:
-        nonlocal asked
+        nonlocal request_count
         if operation == "ranges" and key.endswith(".bin"):
-            asked += 1
-            store.objects[key] = flipped(intact[key], 100) if asked == 1 else intact[key]
+            request_count += 1
+            store.objects[key] = flipped(intact[key], 100) if request_count == 1 else intact[key]
 
     store.before = flip_the_first
     assert samples(shards, [5], 600) == expected([5], 600)
-    assert asked == 2
+    assert request_count == 2
 
 
 def test_a_byte_that_the_store_has_wrong_is_named_and_never_handed_out(dataset: Path, tmp_path: Path) -> None:
@@ -264,16 +265,16 @@ def test_an_index_that_a_power_failure_tore_in_the_cache_is_not_taken_and_is_mad
     assert torn.read_bytes() == store.objects["index.json"]
 
 
-def test_at_first_the_index_and_the_tokenizers_files_are_asked_for_at_once(
+def test_the_first_opening_requests_the_index_and_the_tokenizers_files_at_once(
     dataset: Path, tmp_path: Path
 ) -> None:
     store, all_three = stored(dataset), threading.Barrier(3)
     store.before = lambda _operation, _key: all_three.wait(30) and None
     opened(store, tmp_path)
-    asked: list[str] = []
-    store.before = lambda _operation, key: asked.append(key)
+    requests: list[str] = []
+    store.before = lambda _operation, key: requests.append(key)
     opened(store, tmp_path)
-    assert asked == ["index.json"], "the others are here"
+    assert requests == ["index.json"], "the others are here"
 
 
 def test_a_tokenizer_that_came_with_another_dataset_meanwhile_is_never_kept(
@@ -287,23 +288,23 @@ def test_a_tokenizer_that_came_with_another_dataset_meanwhile_is_never_kept(
     store = MemoryStore(ours | theirs)
     with pytest.raises(DatasetError, match=r"memory://store is not the one .*try again once it is whole"):
         opened(store, tmp_path / "root")
-    # Those that were asked for beside the index were the other dataset's; when they are asked for again they are this one's.
-    told: list[str] = []
+    # The files requested beside the index were the other dataset's; at the second request they are this one's.
+    requests: list[str] = []
 
-    def replace_once_told(_operation: str, key: str) -> None:
-        told.append(key)
-        store.objects = ours if len(told) > 3 else ours | theirs
+    def replace_after_three(_operation: str, key: str) -> None:
+        requests.append(key)
+        store.objects = ours if len(requests) > 3 else ours | theirs
 
-    store.before = replace_once_told
+    store.before = replace_after_three
     cache = opened(store, tmp_path / "root")
-    assert sorted(told) == sorted(["index.json", *theirs, *theirs])
+    assert sorted(requests) == sorted(["index.json", *theirs, *theirs])
     assert {name: (cache.folder / name).read_bytes() for name in theirs} == {
         name: ours[name] for name in theirs
     }
 
 
 @pytest.mark.parametrize("harm", ["cut", "empty", "remove", "another"])
-def test_a_tokenizer_that_the_cache_has_no_more_as_it_was_is_asked_for_again(
+def test_a_tokenizer_that_was_lost_or_changed_in_the_cache_is_requested_again(
     dataset: Path, tmp_path: Path, harm: str
 ) -> None:
     store = stored(dataset)
@@ -380,7 +381,7 @@ def _ignore_file_size_signal() -> Callable[[], object]:
     return lambda: signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_what_is_read_ahead_is_there_when_it_is_asked_for(dataset: Path, tmp_path: Path) -> None:
+def test_what_is_read_ahead_is_there_when_it_is_needed(dataset: Path, tmp_path: Path) -> None:
     store = stored(dataset)
     cached = opened(store, tmp_path)
     shards = CachedShards(cached, TRAIN)
@@ -389,9 +390,9 @@ def test_what_is_read_ahead_is_there_when_it_is_asked_for(dataset: Path, tmp_pat
     pieces = shards._pieces(np.array(starts), 400, np.zeros(len(starts), np.int64))
     deadline_s = time.monotonic() + 100
     while any(
-        (shard := shards._open_already(one.number)) is None
-        or shard.held(one.start_bytes, one.stop_bytes) is None
-        for one in pieces
+        (shard := shards._open_already(piece.number)) is None
+        or shard.held(piece.start_bytes, piece.stop_bytes) is None
+        for piece in pieces
     ):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -400,7 +401,7 @@ def test_what_is_read_ahead_is_there_when_it_is_asked_for(dataset: Path, tmp_pat
     assert store.read_bytes == 0
 
 
-def test_a_failure_of_what_is_read_ahead_is_told_to_nobody_until_it_is_needed(
+def test_a_failure_of_what_is_read_ahead_is_reported_only_when_it_is_needed(
     dataset: Path, tmp_path: Path
 ) -> None:
     store = stored(dataset)
@@ -420,15 +421,15 @@ def test_a_failure_of_what_is_read_ahead_is_told_to_nobody_until_it_is_needed(
     assert samples(shards, [0], 10) == expected([0], 10)
 
 
-def test_whoever_waits_for_a_store_that_does_not_answer_can_be_told_to_give_up(
+def test_a_reader_that_waits_for_a_store_that_does_not_answer_can_be_made_to_give_up(
     dataset: Path, tmp_path: Path
 ) -> None:
     store = stored(dataset)
     cache = opened(store, tmp_path)
-    asked, answer = threading.Event(), threading.Event()
+    waiting, answer = threading.Event(), threading.Event()
 
     def hang(_operation: str, _key: str) -> None:
-        asked.set()
+        waiting.set()
         answer.wait(30)
 
     store.before = hang
@@ -442,7 +443,7 @@ def test_whoever_waits_for_a_store_that_does_not_answer_can_be_told_to_give_up(
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert asked.wait(30)
+    assert waiting.wait(30)
     assert 0 < cache.requests.waiting_s() < 30
     cache.requests.give_up()
     reader.join(30)

@@ -1,4 +1,4 @@
-"""What is said when a store refuses or does not answer: which request, by which credentials, for how long, and what to do."""
+"""Errors of a store that refuses or does not answer: the request, the credentials, the time, and the remedy."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def stored(tmp_path: Path) -> dict[str, bytes]:
 
 @contextmanager
 def reached(monkeypatch: pytest.MonkeyPatch, answer: tuple[int, bytes]) -> Iterator[ScriptedServer]:
-    """A server that gives this answer for ever, which the environment leads to."""
+    """A server that gives this answer to every request; the environment leads to it."""
     with scripted(forever=answer) as server:
         for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}"}.items():
             monkeypatch.setenv(name, value)
         yield server
 
 
-def test_a_store_that_refuses_a_dataset_is_told_with_the_request_and_the_credentials_and_no_secret(
+def test_a_store_that_refuses_a_dataset_is_reported_with_the_request_and_the_credentials_and_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with reached(monkeypatch, DENIED) as server, pytest.raises(DatasetError) as caught:
@@ -52,13 +52,15 @@ def test_a_store_that_refuses_a_dataset_is_told_with_the_request_and_the_credent
     assert len(server.requests) == len(set(server.requests)), "a refusal is not asked for again"
 
 
-@pytest.mark.parametrize(("answer", "told"), [(DENIED, "403 AccessDenied on"), (BUSY, "last: 503 SlowDown")])
+@pytest.mark.parametrize(
+    ("answer", "message"), [(DENIED, "403 AccessDenied on"), (BUSY, "last: 503 SlowDown")]
+)
 def test_a_store_that_refuses_samples_or_is_too_busy_ends_the_reading_with_its_last_answer(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     stored: dict[str, bytes],
     answer: tuple[int, bytes],
-    told: str,
+    message: str,
 ) -> None:
     memory = MemoryStore(stored)
     with reached(monkeypatch, answer):
@@ -67,7 +69,7 @@ def test_a_store_that_refuses_samples_or_is_too_busy_ends_the_reading_with_its_l
         shards = CachedShards(cached_in(memory, memory, tmp_path / "cache", 1 << 30), TRAIN)
         with pytest.raises(DatasetError) as caught:
             shards.read(0, 100)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     if answer == BUSY:
         assert "no success within 5 s" in str(caught.value)
         assert "training continues from its last checkpoint when the store responds again" in str(
