@@ -25,8 +25,8 @@ def test_a_band_has_the_quantiles_that_it_was_given(band: Band) -> None:
 
 @given(band=bands, scores=st.lists(st.floats(-5, 5), min_size=2, max_size=9))
 def test_a_higher_score_is_never_a_lower_ratio(band: Band, scores: list[float]) -> None:
-    found = band.at(np.array(sorted(scores)))
-    assert (np.diff(found) >= -1e-9 * found[1:]).all()
+    ratios = band.at(np.array(sorted(scores)))
+    assert (np.diff(ratios) >= -1e-9 * ratios[1:]).all()
 
 
 @given(sd=st.floats(0.01, 1), score=st.floats(-4, 4))

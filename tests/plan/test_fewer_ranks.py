@@ -1,4 +1,4 @@
-"""The planner's quick answer: which degree a fleet had better halve first."""
+"""The planner's quick answer: the degree that a fleet should halve first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evidence for a plan: which record holds, and what is said of it."""
+"""Evidence for a plan: the record that holds, and its text."""
 
 from __future__ import annotations
 

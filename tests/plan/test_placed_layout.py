@@ -37,20 +37,20 @@ def test_the_best_layout_of_a_thick_network_loses_to_another_on_a_thin_one() -> 
 def test_a_step_is_that_of_a_near_network_and_what_the_placement_adds(share: float) -> None:
     plan = plan_on(share)
     assert plan.placements is not None
-    for one in plan.best:
-        near = estimate(plan.job, one.layout)
-        added_s = plan.placements[one.layout].added_s
-        assert one.step_s == pytest.approx(near.step_s + added_s)
-        assert one.step_s / one.closed_form_s - 1 == pytest.approx(
-            (near.step_s - near.closed_form_s) / one.closed_form_s, abs=1e-9
+    for estimated in plan.best:
+        near = estimate(plan.job, estimated.layout)
+        added_s = plan.placements[estimated.layout].added_s
+        assert estimated.step_s == pytest.approx(near.step_s + added_s)
+        assert estimated.step_s / estimated.closed_form_s - 1 == pytest.approx(
+            (near.step_s - near.closed_form_s) / estimated.closed_form_s, abs=1e-9
         )
 
 
 def test_layouts_are_ranked_with_their_placement_but_for_one_with_room_that_goes_first() -> None:
-    steps = [one.step_s for one in plan_on(0.01).best]
+    steps = [estimated.step_s for estimated in plan_on(0.01).best]
     assert steps[1:] == sorted(steps[1:])
     assert steps[0] <= 1.03 * min(steps)
-    assert max(one.added_s for one in (plan_on(0.01).placements or {}).values()) > 0
+    assert max(estimated.added_s for estimated in (plan_on(0.01).placements or {}).values()) > 0
 
 
 def test_where_no_uplink_is_slower_than_the_nodes_the_ranking_is_that_without_a_network() -> None:
@@ -59,12 +59,12 @@ def test_where_no_uplink_is_slower_than_the_nodes_the_ranking_is_that_without_a_
     assert plan_on(1.0).chosen.step_s == without.chosen.step_s
 
 
-def test_of_every_family_that_lost_the_best_is_told_with_the_network() -> None:
-    found = plan_on(0.05).search_result
-    assert found is not None
-    losers = {one.family: one for one in found.runners_up}
+def test_the_best_of_every_family_that_lost_is_listed_with_the_network() -> None:
+    result = plan_on(0.05).search_result
+    assert result is not None
+    losers = {loser.family: loser for loser in result.runners_up}
     assert losers["pipeline=1"].slower > 0
-    assert any("uplinks" in one.reason for one in losers.values())
+    assert any("uplinks" in loser.reason for loser in losers.values())
     assert "pipeline=2" not in losers
 
 
@@ -81,4 +81,4 @@ def test_a_search_for_few_accelerators_takes_layouts_that_the_free_nodes_hold() 
     few = Topology(PODS.levels, PODS.nodes, taken=frozenset(["n0"]))
     aim = Aim(optimize="cost")
     plan = make_plan(SPEC, cluster("h100:64"), aim, stated=(), placer=placer_on(few, SPEC))
-    assert all(one.ranks <= 56 for one in plan.best)
+    assert all(estimated.ranks <= 56 for estimated in plan.best)

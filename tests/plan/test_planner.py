@@ -1,4 +1,4 @@
-"""The planner as the core asks it."""
+"""The planner as the core calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No field of the run file is ignored in silence: the planner's table is complete, and what it says is true."""
+"""No field of the run file is ignored in silence: the planner's table is complete and true."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def changed(spec: Any, path: str, value: Any) -> Any:
 
 @cache
 def figures(spec: RunSpec) -> str:
-    """All that a plan of the layout in the run file says, but for its name and notes."""
+    """All facts of a plan of the layout in the run file, but for its name and notes."""
     aim = Aim(layout="file", assume=("draws=1",))
     facts = plan_json(make_plan(spec, cluster("h100:32"), aim, searching=False))
     return repr({name: value for name, value in facts.items() if name not in ("run", "notes")})
@@ -214,7 +214,7 @@ def test_every_field_of_the_run_file_has_its_treatment() -> None:
     assert sorted(RUN_FIELDS) == sorted(leaves(RunSpec))
 
 
-def test_every_treatment_says_what_or_why() -> None:
+def test_every_treatment_has_a_note_or_a_reason() -> None:
     for path, treatment in RUN_FIELDS.items():
         assert treatment.note if treatment.kind == "noted" else treatment.reason, path
 
@@ -303,9 +303,9 @@ def test_a_zero_stage_that_other_software_lacks_is_replaced_with_a_note(
     plan = make_plan(
         spec, cluster("h100:32"), Aim(layout=layout, stack=stack, assume=("draws=1",)), searching=False
     )
-    said = [line for line in plan.notes if line.startswith("parallel.sharding: the stack")]
-    assert len(said) == bool(note)
-    assert all(note in line for line in said)
+    notes_of_sharding = [line for line in plan.notes if line.startswith("parallel.sharding: the stack")]
+    assert len(notes_of_sharding) == bool(note)
+    assert all(note in line for line in notes_of_sharding)
 
 
 @pytest.mark.parametrize("final", [0, 4096])
@@ -315,7 +315,7 @@ def test_the_last_evaluation_is_noted_where_it_is_long_or_of_unknown_length(fina
     assert len(noted) == (final == 0)
 
 
-def test_muon_takes_as_long_on_a_gpu_whatever_the_format_of_computing() -> None:
+def test_muon_takes_as_long_on_a_gpu_in_any_format_of_computing() -> None:
     muon = changed(DENSE, "optimizer.name", "muon")
     seconds = [
         make_plan(spec, cluster("h100:32"), Aim(layout="file"), searching=False).chosen.time["optimizer"]
@@ -366,7 +366,7 @@ def test_kept_checkpoints_are_counted_from_the_steps_that_are_planned() -> None:
         tokens = str(steps * spec.train.batch_size * spec.train.seq_len)
         aim = Aim(layout="file", tokens=tokens, assume=("draws=1",))
         kept.append(make_plan(spec, cluster("h100:32"), aim, searching=False).assumptions.checkpoints_kept)
-    # Of those kept for ever, half are there on average.
+    # On average, half of the checkpoints that are never deleted exist.
     assert kept == [spec.checkpoint.keep_last + 5, spec.checkpoint.keep_last + 50]
 
 
@@ -374,8 +374,8 @@ def test_the_fast_reduction_holds_no_open_sums() -> None:
     # 16 slots on 4 data-parallel ranks: 4 rounds, of whose sums a tree holds 2 at once.
     spec = replace(DENSE, parallel=ParallelSpec(ranks=8, tensor=2))
     memory = [
-        make_plan(one, cluster("h100:32"), Aim(layout="file"), searching=False).chosen.memory
-        for one in (spec, changed(spec, "train.reduction", "fast"))
+        make_plan(run, cluster("h100:32"), Aim(layout="file"), searching=False).chosen.memory
+        for run in (spec, changed(spec, "train.reduction", "fast"))
     ]
     assert memory[0]["open sums"] > 0
     assert "open sums" not in memory[1]
@@ -388,8 +388,8 @@ def test_integer_sums_take_eight_bytes_of_all_that_a_rank_keeps_between_rounds(
 ) -> None:
     spec = replace(DENSE, parallel=ParallelSpec(ranks=4, sharding=sharding))  # type: ignore[arg-type]
     tree, integer, fast = (
-        make_plan(one, cluster("h100:32"), Aim(layout="file"), searching=False).chosen
-        for one in (spec, *(changed(spec, "train.reduction", value) for value in ("integer", "fast")))
+        make_plan(run, cluster("h100:32"), Aim(layout="file"), searching=False).chosen
+        for run in (spec, *(changed(spec, "train.reduction", value) for value in ("integer", "fast")))
     )
     # A gradient is four bytes of a share of a quarter.
     assert integer.memory["integer sums"] == pytest.approx(2 * holds * tree.memory["gradients"], rel=0.01)
@@ -401,14 +401,14 @@ def test_integer_sums_take_eight_bytes_of_all_that_a_rank_keeps_between_rounds(
 def test_the_fast_reduction_reduces_no_more_often(sharding: str) -> None:
     spec = replace(DENSE, parallel=ParallelSpec(ranks=8, shard_ranks=4, sharding=sharding))  # type: ignore[arg-type]
     seconds = [
-        make_plan(one, cluster("h100:32"), Aim(layout="file"), searching=False).chosen.time["gradient_reduce"]
-        for one in (spec, changed(spec, "train.reduction", "fast"))
+        make_plan(run, cluster("h100:32"), Aim(layout="file"), searching=False).chosen.time["gradient_reduce"]
+        for run in (spec, changed(spec, "train.reduction", "fast"))
     ]
     assert seconds[1] < seconds[0]
 
 
 def test_the_trainer_reads_every_field() -> None:
-    """By the name of the attribute, which is no proof, but finds a field that is read nowhere."""
+    """Search for the name of each attribute: no proof, but it finds a field that is read nowhere."""
     root = Path(phalanx.__file__).parents[1]
     estimates = [
         root / "phalanx_plan" / room for room in ("search", "step_cost", "whole_run", "workload", "simulate")

@@ -29,15 +29,15 @@ def test_a_table_of_runs_is_validated_row_by_row(tmp_path: Path) -> None:
     path = tmp_path / "few.csv"
     path.write_text("\n".join([head, *rows[:4]]) + "\n")
     page = tmp_path / "accuracy.md"
-    found = facts(str(path), "--report", str(page))
+    validated = facts(str(path), "--report", str(page))
     assert page.read_text().startswith("#")
-    assert len(found["rows"]) == 4
-    for row in found["rows"]:
+    assert len(validated["rows"]) == 4
+    for row in validated["rows"]:
         assert row["excluded"] or row["predicted_step_s"] > 0 or row["predicted_memory_bytes"] > 0
-    assert found["families"]
+    assert validated["families"]
 
 
-def test_the_table_of_any_file_in_the_published_format_says_why_a_row_is_left_out(
+def test_the_table_of_any_file_in_the_published_format_has_the_reason_why_a_row_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A row that is left out needs no factors, which are fitted on the whole published table.
@@ -47,8 +47,8 @@ def test_the_table_of_any_file_in_the_published_format_says_why_a_row_is_left_ou
     table.write_text(f"{head}\nonly,a,name\n")
     result = run(str(table), "--json")
     assert result.exit_code == 0, result.output
-    (found,) = json.loads(result.stdout)["rows"]
-    assert found["excluded"]
+    (row,) = json.loads(result.stdout)["rows"]
+    assert row["excluded"]
 
 
 def test_a_missing_table_is_named_with_exit_code_two() -> None:

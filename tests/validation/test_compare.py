@@ -19,7 +19,7 @@ from .test_runs import GPT3, LLAMA_8B, row
 
 
 def several() -> tuple[PublishedRun, ...]:
-    """Three models, one of them in two layouts, one that did not fit, and one that says too little."""
+    """Three models, one of them in two layouts, one that did not fit, and one that states too little."""
     return (
         row(GPT3),
         row(GPT3, id="gpt3-tp4", tp="4", pp="24", tokens_per_s_per_gpu="110"),
@@ -52,7 +52,7 @@ def test_the_prediction_is_the_sum_of_its_terms() -> None:
         assert sum(outcome.time.terms.values()) == pytest.approx(outcome.time.predicted_s)
 
 
-def test_an_excluded_row_says_why_and_has_no_prediction() -> None:
+def test_an_excluded_row_has_a_reason_and_no_prediction() -> None:
     outcome = validated().outcomes[-1]
     assert "layers" in outcome.excluded
     assert (outcome.time, outcome.estimate) == (None, None)
@@ -64,8 +64,8 @@ def test_a_layout_that_the_planner_refuses_is_excluded_with_its_words() -> None:
 
 
 def test_sixteen_gigabytes_a_billion_parameters_do_not_fit_on_one_accelerator() -> None:
-    found = fits(validated().outcomes)
-    assert (found.ran_out, found.ran_out_predicted) == (1, 1)
+    counts = fits(validated().outcomes)
+    assert (counts.ran_out, counts.ran_out_predicted) == (1, 1)
 
 
 def test_memory_of_the_whole_device_counts_contexts_too() -> None:
@@ -99,10 +99,10 @@ def test_a_factor_does_not_depend_on_runs_of_the_model_that_it_is_for(
     run: CalibrationPoint, others: list[CalibrationPoint], ratio: float
 ) -> None:
     own = dataclasses.replace(run, ratio=ratio)
-    known = scalar_for(run, others)
-    assert scalar_for(run, [*others, own]) == known
-    if known.scope in ("stack and generation", "stack"):
-        assert scalar_for(run, [*others, dataclasses.replace(own, configuration="r")]) == known
+    factor = scalar_for(run, others)
+    assert scalar_for(run, [*others, own]) == factor
+    if factor.scope in ("stack and generation", "stack"):
+        assert scalar_for(run, [*others, dataclasses.replace(own, configuration="r")]) == factor
 
 
 @given(run=points, others=st.lists(points, min_size=1), times=st.floats(0.1, 10))
@@ -144,13 +144,13 @@ def test_accelerators_of_one_generation_share_a_factor_and_mixtures_have_their_o
     assert scalar_for(run, [near, dense]).value == pytest.approx(2.0)
 
 
-def test_a_stack_known_from_one_model_learns_from_its_other_configurations_and_says_so() -> None:
+def test_a_stack_known_from_one_model_learns_from_its_other_configurations_and_is_marked() -> None:
     run, other = (
         CalibrationPoint("a", "h100", "x", "256", 1.0),
         CalibrationPoint("a", "h100", "x", "512", 1.2),
     )
-    found = scalar_for(run, [run, other])
-    assert (found.value, found.scope) == (pytest.approx(1.2), "other configurations of the model")
+    factor = scalar_for(run, [run, other])
+    assert (factor.value, factor.scope) == (pytest.approx(1.2), "other configurations of the model")
 
 
 def test_rows_of_calibration_move_factors_but_are_not_reported() -> None:
@@ -166,10 +166,10 @@ def test_rows_of_calibration_move_factors_but_are_not_reported() -> None:
 
 @given(values=st.lists(st.floats(-2, 2), min_size=1, max_size=9))
 def test_the_worst_error_is_at_least_the_median(values: list[float]) -> None:
-    found = errors(values)
-    assert found is not None
-    assert abs(found.worst) >= found.median >= abs(found.bias) - 4
-    assert found.count == len(values)
+    summary = errors(values)
+    assert summary is not None
+    assert abs(summary.worst) >= summary.median >= abs(summary.bias) - 4
+    assert summary.count == len(values)
 
 
 def test_no_errors_have_no_summary() -> None:
@@ -184,14 +184,14 @@ def test_kendalls_tau_counts_the_swaps_that_sorting_needs(order: list[int]) -> N
 
 
 def test_regret_is_the_measured_price_of_the_planners_choice() -> None:
-    found = sweeps(validated().outcomes)
-    assert [sweep.layouts for sweep in found] == [2]
+    choices = sweeps(validated().outcomes)
+    assert [sweep.layouts for sweep in choices] == [2]
     first, second = validated().outcomes[:2]
     assert first.time is not None
     assert second.time is not None
     chosen = first.time if first.time.predicted_s < second.time.predicted_s else second.time
     best = min(first.time.measured_s, second.time.measured_s)
-    assert found[0].regret == pytest.approx(chosen.measured_s / best - 1)
+    assert choices[0].regret == pytest.approx(chosen.measured_s / best - 1)
 
 
 def test_other_predictions_choose_other_layouts() -> None:
@@ -213,7 +213,7 @@ def test_other_predictions_choose_other_layouts() -> None:
         ((0.5, 0.5), 0),  # both fit: the faster one
         ((1.1, 0.5), 1),  # the faster one is predicted not to fit
         ((1.2, 1.1), 0),  # neither is: by time
-        ((0.99, 0.5), 1),  # it fits, hardly, and the other is as fast as can be told
+        ((0.99, 0.5), 1),  # it hardly fits, and the other is as fast within the error
     ],
 )
 def test_a_layout_is_chosen_as_a_plan_chooses_it(memory: tuple[float, float], chosen: int) -> None:
@@ -253,6 +253,6 @@ def test_the_document_names_every_row_and_every_missed_goal() -> None:
 @pytest.mark.slow
 def test_the_packages_table_is_predicted_within_the_right_order_of_magnitude() -> None:
     rows = read_published()[::12]
-    found = errors(outcome.time.error for outcome in validate(rows, calibration=()).timed() if outcome.time)
-    assert found is not None
-    assert found.median < 0.5
+    summary = errors(outcome.time.error for outcome in validate(rows, calibration=()).timed() if outcome.time)
+    assert summary is not None
+    assert summary.median < 0.5

@@ -40,15 +40,17 @@ def test_a_release_changes_what_the_host_launches() -> None:
 
 
 def test_the_formats_two_names_are_one() -> None:
-    found = {recipe_of(circumstances_of(row(qwen("26.06", precision=name)))) for name in ("fp8-mx", "mxfp8")}
-    assert len(found) == 1
+    recipes = {
+        recipe_of(circumstances_of(row(qwen("26.06", precision=name)))) for name in ("fp8-mx", "mxfp8")
+    }
+    assert len(recipes) == 1
 
 
 @pytest.mark.parametrize(
     ("library", "dispatch"),
     [("hybridep", "hybrid"), ("deepep", "once per node"), ("", "every copy")],
 )
-def test_a_row_without_recipe_says_which_library_carries_tokens(library: str, dispatch: str) -> None:
+def test_a_row_without_recipe_names_the_library_that_carries_tokens(library: str, dispatch: str) -> None:
     assert trained(GPT3, dispatcher=library).experts.dispatch == dispatch
 
 
@@ -92,9 +94,9 @@ def test_gpt_oss_clamps_and_turns_by_kernels_of_their_own() -> None:
     assert stack.experts.weighs_biases
     assert stack.experts.clamps_apart
     assert stack.attention.turns_apart
-    whole = trained(oss | {"precision": "mxfp8", "recipe_release": "26.06"})
-    assert not whole.experts.clamps_apart
-    assert whole.attention.turns_apart
+    fused = trained(oss | {"precision": "mxfp8", "recipe_release": "26.06"})
+    assert not fused.experts.clamps_apart
+    assert fused.attention.turns_apart
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,8 @@ def test_a_column_that_may_be_empty_may_be_missing_and_others_may_be_there() -> 
     header = [column for column in GPT3 if column not in optional] + ["color"]
     lines = io.StringIO()
     csv.writer(lines).writerows([header, [GPT3.get(column, "blue") for column in header]])
-    (found,) = parse_published(io.StringIO(lines.getvalue()))
-    assert found == row(GPT3 | dict.fromkeys(optional, ""))
+    (run,) = parse_published(io.StringIO(lines.getvalue()))
+    assert run == row(GPT3 | dict.fromkeys(optional, ""))
 
 
 @pytest.mark.parametrize("text", ["1,536", "1 536", "1'536", "1536 (stated)", "1.536e3"])
@@ -245,11 +245,11 @@ def test_mfu_is_of_the_dense_bf16_peak() -> None:
 def test_causal_convention_leaves_out_half_of_attention() -> None:
     model = resolve(PRESETS["llama3-8b"])
     counts = count(model, 8192)
-    whole, half = (
+    full, half = (
         flops_per_token(convention, model, counts)
         for convention in ("model", "model, causal")  # type: ignore[arg-type]
     )
-    assert whole - half == counts.attention_flops_per_token_causal
+    assert full - half == counts.attention_flops_per_token_causal
 
 
 def test_a_step_shorter_than_a_kernel_is_refused() -> None:
@@ -360,7 +360,7 @@ def test_the_table_has_a_column_for_every_field_of_a_row() -> None:
     assert set(columns()) - {"source_kind"} == fields
 
 
-def test_what_the_notes_say_changes_nothing() -> None:
+def test_the_text_of_the_notes_changes_nothing() -> None:
     words = "known regression; OOM; basis=hardware; ETP=8; first 3 layers dense; kv_lora 512 qk 128+64 v 128; compile; nvidia-smi"
     for run in read_published()[::20]:
         outcomes = [outcome_of(dataclasses.replace(run, notes=notes)) for notes in (run.notes, "", words)]

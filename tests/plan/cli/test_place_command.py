@@ -103,13 +103,13 @@ def test_an_allocation_of_a_run_that_names_no_number_of_nodes_is_used_whole_but_
 ) -> None:
     text = (files / "run.toml").read_text()
     (files / "run.toml").write_text(text.replace("nodes = 8\n", ""))
-    told = place(files, "--allocation", "n[1-4,6-11]")
-    assert told.exit_code == 0, told.output
+    placed = place(files, "--allocation", "n[1-4,6-11]")
+    assert placed.exit_code == 0, placed.output
     (files / "run.toml").write_text(text)
-    assert told.output == place(files, "--allocation", "n[1-4,6-11]").output
+    assert placed.output == place(files, "--allocation", "n[1-4,6-11]").output
 
 
-def test_flows_of_one_axis_are_told_apart(files: Path) -> None:
+def test_flows_of_one_axis_are_distinguished(files: Path) -> None:
     (line,) = [line for line in place(files).output.splitlines() if "sends in a step" in line]
     flows = line.partition(": ")[2].split(") ")
     assert len(flows) == len(set(flows)) > 2
@@ -153,9 +153,9 @@ def test_a_topology_that_cannot_be_read_is_named(files: Path) -> None:
 
 
 def fleet_of(files: Path, nodes: list[str], pods: dict[str, str] | None = None) -> Path:
-    """A run directory whose fleet has these members, and one that is lost. ``pods``: where members say that they are."""
-    said = {name: (pod,) for name, pod in (pods or {}).items()}
-    living = (Member(name, "member", name, domain=said.get(name, ())) for name in nodes)
+    """A run directory whose fleet has these members, and one that is lost. ``pods``: the pods that members report."""
+    domains = {name: (pod,) for name, pod in (pods or {}).items()}
+    living = (Member(name, "member", name, domain=domains.get(name, ())) for name in nodes)
     members = (*living, Member("n16", "lost", "n16"))
     content = FleetFile(
         run="small",
@@ -202,7 +202,7 @@ def test_nodes_that_join_a_fleet_are_refused_only_if_they_make_it_lose_more_than
     far = place(files, "--allocation", "n9", *joining, "--set", "fleet.spares=0")
     assert far.exit_code == 3, far.output
     assert "pod p" in far.output
-    # A fleet that lies in two pods already is not made slower by a spare in one of them.
+    # A fleet in two pods is not made slower by a spare in one of them.
     fleet_of(files, [*near[:4], "n9", "n10", "n11", "n12"])
     assert place(files, "--allocation", "n13", *joining, "--set", "fleet.spares=1").exit_code == 0
     assert "--allocation HOSTS" in place(files, *joining).output
@@ -224,9 +224,9 @@ def test_an_agent_started_by_hand_is_priced_beside_others_that_were_and_refused_
     fleet_of(files, nodes, dict.fromkeys(nodes, "p1"))
     # With an eighth node the run has twice the ranks, and they exchange gradients.
     joiners = {"n9": ("p2",), "n5": ("p1",)}
-    told = {name: join_refusal(files, name, domain) for name, domain in joiners.items()}
-    assert "lose more" in told["n9"]
-    assert told["n5"] == ""
-    # Where some are nobody knows, so there is no price.
+    refusals = {name: join_refusal(files, name, domain) for name, domain in joiners.items()}
+    assert "lose more" in refusals["n9"]
+    assert refusals["n5"] == ""
+    # The places of some are unknown, so there is no price.
     fleet_of(files, nodes, dict.fromkeys(nodes[:3], "p1"))
     assert join_refusal(files, "n9", ("p2",)) == ""

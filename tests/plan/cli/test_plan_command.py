@@ -31,9 +31,9 @@ def facts(*arguments: str) -> dict[str, Any]:
     """The plan as JSON; a layout that does not fit is an exit code of 1."""
     result = plan(*arguments, "--json")
     assert result.exit_code in (0, 1), result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    assert result.exit_code == (not found["chosen"]["fits"])
-    return found
+    plan_facts: dict[str, Any] = json.loads(result.stdout)
+    assert result.exit_code == (not plan_facts["chosen"]["fits"])
+    return plan_facts
 
 
 def test_a_layout_that_does_not_fit_is_a_failure_without_days_or_dollars_and_with_what_would_fit() -> None:
@@ -61,21 +61,21 @@ def test_only_software_that_recovers_in_memory_is_planned_so_unless_it_is_assume
 
 def test_the_best_layouts_are_ranked_by_time_and_fit() -> None:
     best = facts(*SMALL, "--top", "5")["best"]
-    assert [one["step_s"] for one in best] == sorted(one["step_s"] for one in best)
+    assert [layout["step_s"] for layout in best] == sorted(layout["step_s"] for layout in best)
     assert len(best) == 5
-    assert all(one["fits"] and one["memory_bytes"] <= one["capacity_bytes"] for one in best)
+    assert all(layout["fits"] and layout["memory_bytes"] <= layout["capacity_bytes"] for layout in best)
 
 
 def test_state_and_speed_of_a_layout_are_those_worked_out_by_hand() -> None:
-    found = facts(*SMALL, "--layout", "tp=2,dp=32,zero=3")
-    chosen, memory = found["chosen"], found["chosen"]["memory_by_kind_bytes"]
+    plan_facts = facts(*SMALL, "--layout", "tp=2,dp=32,zero=3")
+    chosen, memory = plan_facts["chosen"], plan_facts["chosen"]["memory_by_kind_bytes"]
     # Master weights in fp32 and Adam's two moments, divided over all 64 ranks but for the norms.
-    assert memory["master weights"] == pytest.approx(4 * found["parameters"] / 64, rel=0.01)
-    assert memory["moments"] == pytest.approx(8 * found["parameters"] / 64, rel=0.01)
+    assert memory["master weights"] == pytest.approx(4 * plan_facts["parameters"] / 64, rel=0.01)
+    assert memory["moments"] == pytest.approx(8 * plan_facts["parameters"] / 64, rel=0.01)
     assert chosen["tokens_per_s"] == pytest.approx(128 * 4096 / sum(chosen["time_s"].values()))
 
 
-def test_what_the_search_calls_best_is_estimated_alike_when_asked_for_by_name() -> None:
+def test_the_best_layout_of_the_search_is_estimated_the_same_by_its_name() -> None:
     best = facts(*SMALL, "--top", "1")["best"][0]
     again = facts(*SMALL, "--layout", best["layout"])["chosen"]
     assert again["fields"] == best["fields"]
@@ -85,7 +85,7 @@ def test_what_the_search_calls_best_is_estimated_alike_when_asked_for_by_name() 
 
 def test_requirements_hold_in_everything_that_is_listed() -> None:
     best = facts(*SMALL, "--require", "tp<=2", "--require", "pp>=2")["best"]
-    assert all(one["fields"]["tensor"] <= 2 and one["fields"]["pipeline"] >= 2 for one in best)
+    assert all(layout["fields"]["tensor"] <= 2 and layout["fields"]["pipeline"] >= 2 for layout in best)
 
 
 def test_tokens_set_the_length_of_the_run() -> None:
@@ -177,8 +177,8 @@ def test_mistakes_are_named_with_what_would_be_right(arguments: list[str], says:
 
 def test_a_shell_completes_behind_an_option_that_is_given_twice() -> None:
     typed = ["--cluster", "h100:8", "--cluster", "h100:16"]
-    found = ShellComplete(command, {}, "phalanx", "_PHALANX_COMPLETE").get_completions(typed, "--repo")
-    assert [item.value for item in found] == ["--report"]
+    completions = ShellComplete(command, {}, "phalanx", "_PHALANX_COMPLETE").get_completions(typed, "--repo")
+    assert [item.value for item in completions] == ["--report"]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_description_of_the_cluster_is_not_written_over(
     assert file.read_text().startswith("[system]")
 
 
-def test_where_nothing_fits_it_says_how_much_is_missing_and_what_would_do() -> None:
+def test_where_nothing_fits_the_missing_memory_and_a_remedy_are_printed() -> None:
     result = plan("--model", "dense-1t", "--cluster", "h100:8", "--batch", "8", "--seq-len", "2048")
     assert result.exit_code != 0
     assert "GB" in result.output
@@ -246,7 +246,7 @@ def test_where_only_more_memory_helps_the_advice_is_a_sentence_of_its_own() -> N
     assert f"\n{memory} would do\n" in plan(*large, "--require", "gpus=8").output
 
 
-def test_a_machine_that_was_not_calibrated_is_told_how_to(
+def test_a_plan_for_a_machine_that_was_not_calibrated_names_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PHALANX_THIS_MACHINE", str(tmp_path / "this.toml"))
@@ -254,7 +254,7 @@ def test_a_machine_that_was_not_calibrated_is_told_how_to(
 
 
 @pytest.mark.parametrize("name", ["llama3-405b", "405b-llama3"])
-def test_the_words_of_a_models_name_may_stand_in_any_order(name: str) -> None:
+def test_the_words_of_a_models_name_may_be_in_any_order(name: str) -> None:
     arguments = ["--cluster", "h100:1024", "--stack", "megatron", "--layout", "tp=8,pp=16,zero=1"]
     assert facts("--model", name, *arguments)["run"] == "llama3-405b"
 
@@ -304,7 +304,7 @@ def test_what_goes_with_a_model_is_refused_with_a_run_file() -> None:
 
 def test_fields_set_beside_a_model_change_its_plan() -> None:
     small = ["--model", "llama3-8b", "--cluster", "h100:64", "--seq-len", "4096", "--layout", "tp=2"]
-    found = facts(
+    plan_facts = facts(
         *small,
         "--set",
         "train.batch_size=64",
@@ -313,9 +313,9 @@ def test_fields_set_beside_a_model_change_its_plan() -> None:
         "--set",
         "model.layers=16",
     )
-    assert found["batch"] == 64
-    assert found["chosen"]["fields"]["precision"] == "fp8"
-    assert found["parameters"] < 5e9
+    assert plan_facts["batch"] == 64
+    assert plan_facts["chosen"]["fields"]["precision"] == "fp8"
+    assert plan_facts["parameters"] < 5e9
     assert facts(*small, "--set", "fleet.nodes=8", "--set", "fleet.spares=3")["whole_run"]["spare_nodes"] == 3
 
 
@@ -394,18 +394,20 @@ def test_other_software_is_planned_on_other_accelerators_without_that_mark() -> 
     assert facts(*arguments, "--stack", "phalanx", "--layout", "tp=2,zero=3")["caveats"]
 
 
-def test_a_cluster_without_a_number_is_said_to_be_one_domain() -> None:
+def test_a_cluster_without_a_number_is_reported_as_one_domain() -> None:
     shown = plan("--model", "llama3-8b", "--cluster", "h200", "--batch", "64", "--seq-len", "4096")
     assert "--cluster h200: one domain, h200:8" in shown.output
 
 
 def test_processes_of_one_machine_are_planned_to_the_end() -> None:
     """Their network is the machine's memory, with no rate of its own."""
-    whole = facts(str(CONFIGS / "quickstart.toml"), "--cluster", "cpu:2", "--layout", "dp=2")["whole_run"]
-    assert 0 < whole["days"] < 1
+    whole_run = facts(str(CONFIGS / "quickstart.toml"), "--cluster", "cpu:2", "--layout", "dp=2")["whole_run"]
+    assert 0 < whole_run["days"] < 1
 
 
-def test_the_first_line_says_that_software_was_never_measured_and_its_bias_is_in_every_figure() -> None:
+def test_software_that_was_never_measured_is_marked_in_the_first_line_and_its_bias_is_in_every_figure() -> (
+    None
+):
     arguments = [
         "--model",
         "llama3-8b",
@@ -416,20 +418,20 @@ def test_the_first_line_says_that_software_was_never_measured_and_its_bias_is_in
         "--layout",
         "dp=8,mbs=1,zero=3",
     ]
-    found = facts(*arguments)
-    assert "phalanx on h100 was never measured" in found["evidence"]["says"]
-    assert found["chosen"]["time_s"]["stack_scalar"] > 0
-    assert found["step_s_p5"] < found["chosen"]["step_s"] < found["step_s_p95"]
-    assert found["step_s_p5"] < found["step_s_p50"] < found["step_s_p95"]
-    assert found["whole_run"]["usd"]["p5"] < found["whole_run"]["usd"]["p95"]
+    plan_facts = facts(*arguments)
+    assert "phalanx on h100 was never measured" in plan_facts["evidence"]["says"]
+    assert plan_facts["chosen"]["time_s"]["stack_scalar"] > 0
+    assert plan_facts["step_s_p5"] < plan_facts["chosen"]["step_s"] < plan_facts["step_s_p95"]
+    assert plan_facts["step_s_p5"] < plan_facts["step_s_p50"] < plan_facts["step_s_p95"]
+    assert plan_facts["whole_run"]["usd"]["p5"] < plan_facts["whole_run"]["usd"]["p95"]
 
 
 def test_published_software_is_planned_with_what_its_runs_were_judged_with() -> None:
     arguments = ["--model", "llama3-8b", "--cluster", "h100:64", "--batch", "256", "--stack", "nemo"]
-    found = facts(*arguments, "--layout", "tp=2,dp=32,mbs=1,zero=1", "--step-error", "0.12")
-    assert (found["stack"], found["evidence"]["kind"]) == ("nemo", "here")
-    assert found["evidence"]["runs"] > 0
-    assert found["step_error"] == pytest.approx(0.12, rel=0.01)
+    plan_facts = facts(*arguments, "--layout", "tp=2,dp=32,mbs=1,zero=1", "--step-error", "0.12")
+    assert (plan_facts["stack"], plan_facts["evidence"]["kind"]) == ("nemo", "here")
+    assert plan_facts["evidence"]["runs"] > 0
+    assert plan_facts["step_error"] == pytest.approx(0.12, rel=0.01)
 
 
 def test_use_of_an_accelerator_beyond_any_published_is_marked() -> None:
@@ -443,9 +445,9 @@ def test_use_of_an_accelerator_beyond_any_published_is_marked() -> None:
         "--stack",
         "megatron-bridge",
     ]
-    found = facts(*arguments, "--layout", "dp=8,mbs=1,zero=1")
-    (said,) = [text for text in found["caveats"] if "more than any published run" in text]
-    assert "NVIDIA GB200" in said
+    plan_facts = facts(*arguments, "--layout", "dp=8,mbs=1,zero=1")
+    (caveat,) = [text for text in plan_facts["caveats"] if "more than any published run" in text]
+    assert "NVIDIA GB200" in caveat
 
 
 def test_software_is_listed_with_the_runs_that_are_known_of_it() -> None:
@@ -453,9 +455,9 @@ def test_software_is_listed_with_the_runs_that_are_known_of_it() -> None:
     assert result.exit_code == 0
     assert "llm-foundry" in result.output
     facts = json.loads(plan("--stacks", "--json").output)
-    assert {one["software"] for one in facts["stacks"]["llm-foundry"]} == {"llm-foundry"}
+    assert {run["software"] for run in facts["stacks"]["llm-foundry"]} == {"llm-foundry"}
     assert facts["stacks"]["phalanx"] == []
-    assert {one["kind"] for one in facts["without_runs"]} == {"never"}
+    assert {software["kind"] for software in facts["without_runs"]} == {"never"}
     assert plan("--stacks", "--model", "llama3-8b").exit_code == 2
     assert "--set cannot be given with" in plan("--stacks", "--set", "train.steps=1").output
 
@@ -494,18 +496,18 @@ def test_the_run_file_of_a_model_by_its_name_is_not_trained_until_what_it_names_
 FABRIC = '[[levels]]\nname = "pod"\n[nodes]\n"n[1-4]" = "pod-1"\n"n[5-8]" = "pod-2"\n'
 
 
-def test_layouts_are_ranked_with_what_a_network_adds_and_say_it(tmp_path: Path) -> None:
+def test_layouts_are_ranked_and_printed_with_the_time_that_a_network_adds(tmp_path: Path) -> None:
     (tmp_path / "fabric.toml").write_text(FABRIC)
     network = ("--topology", str(tmp_path / "fabric.toml"), "--share", "pod=0.01")
-    for one in facts(*SMALL, *network, "--top", "3")["best"]:
-        assert one["placement"]["added_s"] == pytest.approx(one["time_s"]["uplinks"])
-    told = plan(*SMALL, *network, "--report", str(tmp_path / "report.html"))
-    assert re.search(r"placed in \d+ units of .* pod pod-\d adds up to [\d.e+]+ ms to a step", told.output)
+    for layout in facts(*SMALL, *network, "--top", "3")["best"]:
+        assert layout["placement"]["added_s"] == pytest.approx(layout["time_s"]["uplinks"])
+    shown = plan(*SMALL, *network, "--report", str(tmp_path / "report.html"))
+    assert re.search(r"placed in \d+ units of .* pod pod-\d adds up to [\d.e+]+ ms to a step", shown.output)
     assert "uplinks" in (tmp_path / "report.html").read_text()
     assert "placement" not in facts(*SMALL, "--top", "1")["best"][0]
 
 
-def test_what_is_wrong_with_a_network_is_said(tmp_path: Path) -> None:
+def test_a_wrong_description_of_a_network_is_refused_with_the_cause(tmp_path: Path) -> None:
     (tmp_path / "fabric.toml").write_text(FABRIC)
     fabric = str(tmp_path / "fabric.toml")
     for arguments, words in (

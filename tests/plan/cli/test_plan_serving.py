@@ -9,12 +9,12 @@ from click.testing import CliRunner
 
 from phalanx_plan.cli.plan_command import command
 
-ASKED = ["--model", "llama3-8b", "--serve", "--cluster", "h100:8"]
+ARGUMENTS = ["--model", "llama3-8b", "--serve", "--cluster", "h100:8"]
 TRAFFIC = ["--traffic", "in=2000,out=500,hit=0.3,rate=20", "--slo", "ttft=1s,tpot=50ms"]
 
 
-def test_json_says_which_workers_carry_the_rate_within_the_objectives() -> None:
-    result = CliRunner().invoke(command, [*ASKED, *TRAFFIC, "--json"])
+def test_json_has_the_workers_that_carry_the_rate_within_the_objectives() -> None:
+    result = CliRunner().invoke(command, [*ARGUMENTS, *TRAFFIC, "--json"])
     assert result.exit_code == 0, result.output
     best = json.loads(result.output)["answers"][0]
     assert best["rate"] == pytest.approx(20)
@@ -23,7 +23,7 @@ def test_json_says_which_workers_carry_the_rate_within_the_objectives() -> None:
 
 
 def test_the_table_fits_80_columns() -> None:
-    result = CliRunner().invoke(command, [*ASKED, *TRAFFIC])
+    result = CliRunner().invoke(command, [*ARGUMENTS, *TRAFFIC])
     assert result.exit_code == 0, result.output
     assert "requests/s" in result.output
     assert max(map(len, result.output.splitlines())) <= 80
@@ -40,7 +40,7 @@ def test_the_table_fits_80_columns() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_by_its_field(options: list[str], words: str) -> None:
-    result = CliRunner().invoke(command, [*ASKED, *options])
+    result = CliRunner().invoke(command, [*ARGUMENTS, *options])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
 

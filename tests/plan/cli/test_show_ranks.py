@@ -22,8 +22,8 @@ def test_the_large_examples_are_legal_on_their_fleets_and_fit_an_accelerator(con
     )
     layout = facts["layout"]
     assert layout["ranks"] == ranks
-    held = [layer for place in layout["pipeline_ranks"] for layer in place["layers"]]
-    assert sorted(held) == list(range(facts["model"]["layers"]))
+    placed_layers = [layer for place in layout["pipeline_ranks"] for layer in place["layers"]]
+    assert sorted(placed_layers) == list(range(facts["model"]["layers"]))
     assert layout["state_bytes_most"] < (80e9 if config != "moe-100t" else 288e9)
 
 
@@ -34,10 +34,10 @@ def test_an_impossible_fleet_is_explained(folder: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_dry_run_compares_and_says_so(folder: Path) -> None:
+def test_a_dry_run_compares_and_prints_the_result(folder: Path) -> None:
     command = ["show", "tiny.toml", "--set", "data.vocab_size=257", "--ranks", "4", "--dry-run"]
     facts = last_json(run([*command, "--rank", "3", "--json"], folder))
-    assert [found["rank"] for found in facts["dry_run"]] == [3]
+    assert [comparison["rank"] for comparison in facts["dry_run"]] == [3]
     assert facts["dry_run"][0]["matches"]
     assert "matches" in run([*command, "--rank", "0"], folder).stdout
 

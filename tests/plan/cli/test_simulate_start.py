@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from phalanx_plan.cli.simulate_command import start_command as command
 
 
-def test_the_phases_of_a_start_are_told_for_each_number_of_nodes_with_their_sources() -> None:
+def test_the_phases_of_a_start_are_printed_for_each_number_of_nodes_with_their_sources() -> None:
     words = ["--nodes", "100", "--nodes", "10000", "--checkpoint-gb", "4000", "--json"]
     few, many = json.loads(CliRunner().invoke(command, words).output)
     assert (few["nodes"], many["nodes"]) == (100, 10000)

@@ -47,10 +47,10 @@ def test_the_page_is_well_formed_and_loads_nothing(name: str, request: pytest.Fi
     assert not re.search(r"url\(|@import", page)
 
 
-def test_the_first_page_says_what_somebody_who_pays_must_know(searched: Plan) -> None:
+def test_the_first_page_has_all_that_a_person_who_pays_must_know(searched: Plan) -> None:
     first = next(iter(body(report_page(searched)).iter("section")))
     text = " ".join("".join(first.itertext()).split())
-    for wanted in (
+    for expected in (
         answer(searched),
         "P5",
         "P95",
@@ -58,7 +58,7 @@ def test_the_first_page_says_what_somebody_who_pays_must_know(searched: Plan) ->
         str(searched.evidence),
         "What would change",
     ):
-        assert wanted in text
+        assert expected in text
     plans = next(table for table in first.iter("table") if "plans" in table.attrib.get("class", ""))
     heads = [head.text for head in plans.iter("th")]
     assert heads[1:] == ["plan 1", "plan 2", "plan 3"]
@@ -102,8 +102,8 @@ def test_long_layouts_wrap_rather_than_push_money_off_the_page(searched: Plan) -
 
 def test_the_page_answers_every_question_of_a_plan(searched: Plan) -> None:
     titles = [title.text for title in body(report_page(searched)).iter("h2")]
-    for wanted in ("Memory", "A step", "Pareto", "What moves", "Goodput", "Assumptions"):
-        assert any(wanted in (title or "") for title in titles)
+    for word in ("Memory", "A step", "Pareto", "What moves", "Goodput", "Assumptions"):
+        assert any(word in (title or "") for title in titles)
 
 
 def test_peaks_are_listed_with_their_source(searched: Plan) -> None:
@@ -117,12 +117,12 @@ def test_the_fullest_rank_of_the_chart_is_the_one_that_the_estimate_is_of(piped:
     assert totals[piped.chosen.worst_rank] == pytest.approx(piped.chosen.memory_bytes)
 
 
-def test_of_ranks_with_equal_weights_the_earlier_hold_more_activations_under_1f1b(piped: Plan) -> None:
-    alike: dict[float, list[float]] = {}
+def test_earlier_ranks_of_equal_weights_hold_more_activations_under_1f1b(piped: Plan) -> None:
+    by_weights: dict[float, list[float]] = {}
     for bar in rank_memory(piped):
-        alike.setdefault(bar.parts["master weights"], []).append(bar.parts["activations"])
-    assert max(map(len, alike.values())) > 1
-    assert all(kept == sorted(kept, reverse=True) for kept in alike.values())
+        by_weights.setdefault(bar.parts["master weights"], []).append(bar.parts["activations"])
+    assert max(map(len, by_weights.values())) > 1
+    assert all(kept == sorted(kept, reverse=True) for kept in by_weights.values())
 
 
 def test_lower_figures_never_make_a_step_quicker(searched: Plan) -> None:
@@ -149,7 +149,7 @@ def test_bars_of_any_size_and_name_make_well_formed_pictures(sizes: list[dict[st
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-6, 1e6), st.floats(0, 1)), min_size=1, max_size=9))
-def test_points_lie_inside_their_chart(points: list[tuple[float, float]]) -> None:
+def test_points_are_inside_their_chart(points: list[tuple[float, float]]) -> None:
     root = ET.fromstring(scatter([Dot(x, y, "point") for x, y in points], "s", "GB"))
     for mark in root.iter("circle"):
         assert 0 <= float(mark.attrib["cx"]) <= 860

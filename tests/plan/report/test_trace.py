@@ -28,24 +28,26 @@ def case(name: str) -> tuple[TrainingJob, PlannedLayout]:
 
 
 def by_rank(events: tuple[TraceEvent, ...]) -> dict[int, list[TraceEvent]]:
-    found: dict[int, list[TraceEvent]] = {}
+    rank_events: dict[int, list[TraceEvent]] = {}
     for event in events:
-        found.setdefault(event.rank, []).append(event)
-    return found
+        rank_events.setdefault(event.rank, []).append(event)
+    return rank_events
 
 
 @pytest.mark.parametrize("name", MORE)
 def test_on_every_rank_the_events_follow_each_other_and_sum_to_the_step(name: str) -> None:
     work, layout = case(name)
-    found = estimate(work, layout)
-    line = step_timeline(work, found)
+    estimated = estimate(work, layout)
+    line = step_timeline(work, estimated)
     ranks = by_rank(line.events)
     assert len(ranks) == layout.pipeline
     for events in ranks.values():
         assert events[0].begin_s == 0
-        assert sum(event.end_s - event.begin_s for event in events) == pytest.approx(found.step_s, rel=1e-6)
+        assert sum(event.end_s - event.begin_s for event in events) == pytest.approx(
+            estimated.step_s, rel=1e-6
+        )
         for before, after in pairwise(events):
-            assert after.begin_s == pytest.approx(before.end_s, abs=1e-6 * found.step_s)
+            assert after.begin_s == pytest.approx(before.end_s, abs=1e-6 * estimated.step_s)
 
 
 def test_every_micro_batch_goes_through_every_stage_forward_and_back() -> None:
@@ -65,10 +67,10 @@ def test_a_long_flush_is_drawn_in_part() -> None:
 
 def test_the_trace_is_json_in_microseconds_with_one_thread_for_each_rank() -> None:
     work, layout = case("interleaved")
-    found = estimate(work, layout)
-    trace = json.loads(json.dumps(perfetto(work, found)))
+    estimated = estimate(work, layout)
+    trace = json.loads(json.dumps(perfetto(work, estimated)))
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert {event["tid"] for event in events} == set(range(4))
     length = max(event["ts"] + event["dur"] for event in events)
-    assert length == pytest.approx(found.step_s * 1e6, rel=1e-6)
+    assert length == pytest.approx(estimated.step_s * 1e6, rel=1e-6)
     assert all(event["dur"] >= 0 for event in events)

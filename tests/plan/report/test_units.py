@@ -1,4 +1,4 @@
-"""Figures of plans are in units in which they can be read, whatever the run's size."""
+"""Figures of plans are in readable units for a run of any size."""
 
 from __future__ import annotations
 

@@ -41,36 +41,36 @@ def test_a_shape_has_about_the_size_and_is_a_run_that_passes_all_checks(size: fl
 
 
 def test_flop_need_no_cluster_and_are_used_up() -> None:
-    found = facts("--budget", "1e22FLOP")["found"]
-    assert {one["kind"] for one in found} == {"dense", "mixture"}
-    for one in found:
-        assert 6 * one["active_parameters"] * one["tokens"] == pytest.approx(1e22)
-        assert one["plan"] is None
-        assert one["loss_p5_p95"][0] < one["loss"] < one["loss_p5_p95"][1]
-    assert found[0]["loss"] <= found[1]["loss"]
+    answers = facts("--budget", "1e22FLOP")["found"]
+    assert {answer["kind"] for answer in answers} == {"dense", "mixture"}
+    for answer in answers:
+        assert 6 * answer["active_parameters"] * answer["tokens"] == pytest.approx(1e22)
+        assert answer["plan"] is None
+        assert answer["loss_p5_p95"][0] < answer["loss"] < answer["loss_p5_p95"][1]
+    assert answers[0]["loss"] <= answers[1]["loss"]
 
 
 SMALL = ("--cluster", "h100:8", "--kind", "dense", "--batch", "64", "--seq-len", "2048")
 
 
 @pytest.mark.parametrize(("budget", "amount"), [("3000$", 3000.0), ("20d", 20.0), ("4000 gpu-hours", 4000.0)])
-def test_what_the_planner_says_a_run_costs_is_the_budget(budget: str, amount: float) -> None:
-    (one,) = facts("--budget", budget, *SMALL)["found"]
-    run = one["plan"]["whole_run"]
+def test_the_planned_cost_of_a_run_is_the_budget(budget: str, amount: float) -> None:
+    (answer,) = facts("--budget", budget, *SMALL)["found"]
+    run = answer["plan"]["whole_run"]
     spent = {
         "$": run["cost"]["total_usd"],
         "d": run["days"],
         "s": 24 * run["days"] * (8 + run["spare_accelerators"]),
     }[budget[-1]]
     assert spent == pytest.approx(amount, rel=0.01)
-    assert one["plan"]["tokens"] == pytest.approx(one["tokens"], rel=1e-3)
-    assert one["plan"]["parameters"] == one["parameters"]
+    assert answer["plan"]["tokens"] == pytest.approx(answer["tokens"], rel=1e-3)
+    assert answer["plan"]["parameters"] == answer["parameters"]
 
 
 def test_a_budget_between_two_of_the_coarse_sizes_of_small_models_has_an_answer() -> None:
-    """Each of the two sizes makes the other one wanted: planned again in turn, neither settled, for ever."""
-    (one,) = facts("--budget", "1$", "--cluster", "h100:8", "--kind", "dense")["found"]
-    assert one["plan"]["whole_run"]["cost"]["total_usd"] == pytest.approx(1.0, rel=0.01)
+    """Each of the two sizes leads to the other one: planned again in turn, neither settles."""
+    (answer,) = facts("--budget", "1$", "--cluster", "h100:8", "--kind", "dense")["found"]
+    assert answer["plan"]["whole_run"]["cost"]["total_usd"] == pytest.approx(1.0, rel=0.01)
 
 
 def test_more_dollars_buy_a_larger_model_and_a_lower_loss() -> None:
@@ -87,9 +87,9 @@ def test_little_text_and_much_serving_change_the_answer() -> None:
     )
     assert scarce["loss"] > plain["loss"]
     assert served["active_parameters"] < plain["active_parameters"]
-    for one in (plain, scarce, served):
-        low, high = one["parameters_p5_p95"]
-        assert 0.95 * low < one["active_parameters"] < 1.05 * high
+    for answer in (plain, scarce, served):
+        low, high = answer["parameters_p5_p95"]
+        assert 0.95 * low < answer["active_parameters"] < 1.05 * high
     assert "times" in plan(*arguments, "--unique-tokens", "20B").output
 
 
@@ -156,11 +156,11 @@ def test_a_mistake_is_explained_with_exit_code_two(arguments: list[str], says: s
     assert "Traceback" not in result.output
 
 
-def test_money_that_buys_nothing_since_the_text_is_used_up_is_said_to_be_so() -> None:
+def test_money_that_buys_nothing_since_the_text_is_used_up_is_reported() -> None:
     arguments = ("--budget", "1e22FLOP", "--kind", "dense")
     assert "text is used up" not in plan(*arguments, "--unique-tokens", "200B").output
     assert "half the budget reaches" in " ".join(plan(*arguments, "--unique-tokens", "1B").output.split())
-    halved, whole = (
+    halved, full_loss = (
         facts(*arguments, "--unique-tokens", "1B")["found"][0][key] for key in ("half_the_budget", "loss")
     )
-    assert 0 <= halved["loss"] - whole < 0.01
+    assert 0 <= halved["loss"] - full_loss < 0.01

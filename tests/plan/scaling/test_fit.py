@@ -33,18 +33,20 @@ def made_by(law: PowerLaw, noise: float = 0.0, seed: int = 0) -> tuple[SmallRun,
     "law", [CHINCHILLA.law, PowerLaw(1.2, 30.0, 0.2, 200.0, 0.25), PowerLaw(0.5, 5e3, 0.5, 50.0, 0.15)]
 )
 def test_planted_constants_are_found(law: PowerLaw) -> None:
-    found = fit(made_by(law), samples=2).law
-    assert (found.floor, found.alpha, found.beta) == pytest.approx((law.floor, law.alpha, law.beta), rel=0.01)
-    assert found.loss(1e11, 2e12) == pytest.approx(law.loss(1e11, 2e12), rel=1e-3)
+    fitted_law = fit(made_by(law), samples=2).law
+    assert (fitted_law.floor, fitted_law.alpha, fitted_law.beta) == pytest.approx(
+        (law.floor, law.alpha, law.beta), rel=0.01
+    )
+    assert fitted_law.loss(1e11, 2e12) == pytest.approx(law.loss(1e11, 2e12), rel=1e-3)
 
 
 def test_the_band_holds_what_made_noisy_runs_and_widens_with_distance() -> None:
     law = CHINCHILLA.law
     fitted = [fit(made_by(law, noise=0.005, seed=seed), samples=30) for seed in range(3)]
-    far = [one.band(7e10, 1.4e12) for one in fitted]
-    near = [one.band(1.6e8, 5e9) for one in fitted]
-    held = sum(low <= law.loss(7e10, 1.4e12) <= high for low, high in far)
-    assert held >= 1
+    far = [noisy_fit.band(7e10, 1.4e12) for noisy_fit in fitted]
+    near = [noisy_fit.band(1.6e8, 5e9) for noisy_fit in fitted]
+    hits = sum(low <= law.loss(7e10, 1.4e12) <= high for low, high in far)
+    assert hits >= 1
     assert all(f[1] - f[0] > n[1] - n[0] for f, n in zip(far, near, strict=True))
 
 
@@ -52,8 +54,8 @@ def test_one_spoiled_run_hardly_moves_the_law() -> None:
     """Huber's loss grows linearly with what a run is off."""
     law = CHINCHILLA.law
     first, *others = made_by(law)
-    found = fit((replace(first, loss=1.3 * first.loss), *others), samples=2).law
-    assert found.loss(1e11, 2e12) == pytest.approx(law.loss(1e11, 2e12), rel=0.01)
+    fitted_law = fit((replace(first, loss=1.3 * first.loss), *others), samples=2).law
+    assert fitted_law.loss(1e11, 2e12) == pytest.approx(law.loss(1e11, 2e12), rel=0.01)
 
 
 def test_the_same_runs_give_the_same_law_and_band() -> None:

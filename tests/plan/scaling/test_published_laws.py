@@ -1,4 +1,4 @@
-"""Laws say what their papers say, and the optimum is the optimum."""
+"""Laws have the figures of their papers, and the optimum is the optimum."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_routed_laws_example_and_cutoff_are_the_papers() -> None:
 
 def test_the_refit_calls_chinchilla_optimal_and_the_first_fit_calls_it_too_large() -> None:
     chinchilla_flops = 6 * 70e9 * 1.4e12
-    optimal = {one.key: one.law.optimum(chinchilla_flops)[0] for one in DENSE_LAWS}
+    optimal = {published.key: published.law.optimum(chinchilla_flops)[0] for published in DENSE_LAWS}
     assert optimal["chinchilla-refit"] == pytest.approx(70e9, rel=0.1)
     assert optimal["chinchilla-printed"] < 50e9
     assert KAPLAN.optimum(chinchilla_flops)[0] > 5 * optimal["chinchilla-refit"]
@@ -76,23 +76,23 @@ def test_the_refit_calls_chinchilla_optimal_and_the_first_fit_calls_it_too_large
 @given(FLOPS, st.sampled_from(DENSE_LAWS))
 @settings(max_examples=8, deadline=None)
 def test_the_search_finds_the_closed_form(flops: float, law: PublishedLaw[PowerLaw]) -> None:
-    found = optimum(law.law, flops, flops_per_token)
-    assert (found.parameters, found.tokens) == pytest.approx(law.law.optimum(flops), rel=1e-4)
+    best = optimum(law.law, flops, flops_per_token)
+    assert (best.parameters, best.tokens) == pytest.approx(law.law.optimum(flops), rel=1e-4)
 
 
 @given(FLOPS, st.floats(-0.3, 0.3), st.floats(0, 1e13))
 @settings(max_examples=8, deadline=None)
-def test_no_size_beats_the_optimum_whatever_tokens_cost(flops: float, bend: float, served: float) -> None:
+def test_no_size_beats_the_optimum_at_any_cost_of_tokens(flops: float, bend: float, served: float) -> None:
     def cost(parameters: float) -> float:
         return 6 * parameters * (parameters / 1e9) ** bend
 
     try:
-        found = optimum(LAW, flops, cost, inference_tokens=served)
+        best = optimum(LAW, flops, cost, inference_tokens=served)
     except BudgetError:
         assume(False)  # serving takes all of it
     for step in range(200):
         size = 10 ** (5 + 9 * step / 199)
-        assert LAW.loss(size, tokens_for(size, flops, cost, served)) >= found.loss * (1 - 1e-9)
+        assert LAW.loss(size, tokens_for(size, flops, cost, served)) >= best.loss * (1 - 1e-9)
 
 
 @given(FLOPS, st.floats(1.5, 100), st.sampled_from([LAW, RepeatedData(LAW, 1e11)]))

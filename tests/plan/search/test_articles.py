@@ -1,6 +1,6 @@
 """Figures that articles on very large training runs state, worked out again from the articles' own premises.
 
-Where a figure does not follow from its premises, the claim says so and holds the right number. The table in
+Where a figure does not follow from its premises, the claim is marked and holds the right number. The table in
 docs/evidence/planner-articles.md is compared with what is computed here.
 """
 
@@ -53,15 +53,17 @@ def trillion_days(tokens: float = 15 * T, mfu: float = 0.4) -> float:
 
 def minutes_between_failures(accelerators_or_nodes: int, hours_each: float, device: str) -> float:
     rate = 1000 * 24 / hours_each
-    one = FailureClass("all", device, rate, rate, rate, True, "article")  # type: ignore[arg-type]
+    failure_class = FailureClass("all", device, rate, rate, rate, True, "article")  # type: ignore[arg-type]
     per_node = 8 if device == "node" else 1
-    return mtti_s(failures_per_s(h100s(10**6), accelerators_or_nodes * per_node, classes=(one,))) / 60
+    return (
+        mtti_s(failures_per_s(h100s(10**6), accelerators_or_nodes * per_node, classes=(failure_class,))) / 60
+    )
 
 
 def lost_to_recovery(recovery_minutes: float, mtti_minutes: float) -> float:
     """Percent of wall time, failures memoryless and also during recoveries."""
-    one = Risk(mtti_minutes * 60, 0.0, (RecoveryPhase("start.restore", recovery_minutes * 60),))
-    return 100 * breakdown(one, 1e-6)["start.restore"]
+    risk = Risk(mtti_minutes * 60, 0.0, (RecoveryPhase("start.restore", recovery_minutes * 60),))
+    return 100 * breakdown(risk, 1e-6)["start.restore"]
 
 
 def site_twh(node_power_w: float, pue: float) -> float:
@@ -232,13 +234,15 @@ def row(claim: Claim) -> str:
     return f"| {claim.says} | {claim.computed():.4g} | {verdict} | {claim.right} |"
 
 
-@pytest.mark.parametrize("claim", [one for one in CLAIMS if one.follows], ids=lambda one: one.says)
+@pytest.mark.parametrize("claim", [claim for claim in CLAIMS if claim.follows], ids=lambda claim: claim.says)
 def test_a_figure_follows_from_its_premises(claim: Claim) -> None:
     assert claim.computed() == pytest.approx(claim.figure, rel=claim.tolerance)
 
 
-@pytest.mark.parametrize("claim", [one for one in CLAIMS if not one.follows], ids=lambda one: one.says)
-def test_a_figure_that_does_not_follow_is_said_to_and_corrected(claim: Claim) -> None:
+@pytest.mark.parametrize(
+    "claim", [claim for claim in CLAIMS if not claim.follows], ids=lambda claim: claim.says
+)
+def test_a_figure_that_does_not_follow_is_marked_and_corrected(claim: Claim) -> None:
     assert claim.computed() != pytest.approx(claim.figure, rel=claim.tolerance)
     assert claim.right
 
@@ -264,6 +268,6 @@ def test_26_days_become_27_and_a_half_with_spares_and_32_with_restarts_once_thin
     assert estimate_run(inputs, replace(few, recovery="restart")).days == pytest.approx(32.3, abs=0.5)
 
 
-def test_our_own_preset_of_100t_weighs_what_the_article_says() -> None:
+def test_our_own_preset_of_100t_weighs_as_much_as_in_the_article() -> None:
     parameters = count(resolve(PRESETS["moe-100t"], 0), 8192).parameters
     assert 2 * parameters / 2**40 == pytest.approx(182, rel=0.05)

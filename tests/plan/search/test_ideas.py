@@ -18,21 +18,21 @@ def ideas(model: str, cluster: str, batch: int) -> tuple[Idea, ...]:
 @pytest.mark.parametrize(
     ("model", "cluster", "batch"), [("llama3-70b", "h100:128", 256), ("mixtral-8x7b", "h100:64", 128)]
 )
-def test_three_plans_divide_the_model_differently_and_say_what_they_give_up(
+def test_three_plans_divide_the_model_differently_and_name_what_they_give_up(
     model: str, cluster: str, batch: int
 ) -> None:
-    found = ideas(model, cluster, batch)
-    layouts = [idea.estimate.layout for idea in found]
+    plans = ideas(model, cluster, batch)
+    layouts = [idea.estimate.layout for idea in plans]
     ways = {
-        tuple(getattr(one, axis) > 1 for axis in ("tensor", "context", "pipeline", "expert"))
-        for one in layouts
+        tuple(getattr(planned_layout, axis) > 1 for axis in ("tensor", "context", "pipeline", "expert"))
+        for planned_layout in layouts
     }
-    assert len(ways) == len(found) == 3
-    assert [idea.estimate.step_s for idea in found] == sorted(idea.estimate.step_s for idea in found)
-    assert all(idea.estimate.fits for idea in found)
-    for idea in found[1:]:
+    assert len(ways) == len(plans) == 3
+    assert [idea.estimate.step_s for idea in plans] == sorted(idea.estimate.step_s for idea in plans)
+    assert all(idea.estimate.fits for idea in plans)
+    for idea in plans[1:]:
         assert idea.gives_up[0].startswith("a step ")
-    assert len({idea.title for idea in found}) == 3
+    assert len({idea.title for idea in plans}) == 3
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ def test_where_the_best_plan_gathers_its_weights_another_keeps_them(
 
 def test_a_plan_of_many_times_the_time_is_no_alternative() -> None:
     mine = job("llama3-405b", "h100:16384", batch=2048, seq_len=8192, stack="phalanx")
-    found = ideas_of(mine, search(mine, Options(require=("tp<=8", "cp=1"))), "time")
-    best, *others = (idea.estimate for idea in found)
+    plans = ideas_of(mine, search(mine, Options(require=("tp<=8", "cp=1"))), "time")
+    best, *others = (idea.estimate for idea in plans)
     assert len(others) == 2
     assert all(other.step_s < 3 * best.step_s for other in others)
 
 
 def test_a_model_that_is_never_divided_still_has_other_plans() -> None:
-    found = ideas("llama-100m", "h100:8", 64)
-    assert len({short(idea.estimate.layout) for idea in found}) == len(found) > 1
+    plans = ideas("llama-100m", "h100:8", 64)
+    assert len({short(idea.estimate.layout) for idea in plans}) == len(plans) > 1

@@ -25,18 +25,18 @@ def read(text: str, spec: RunSpec = SPEC) -> PlannedLayout:
 
 
 def test_parts_that_are_computed_again_are_named_in_a_layout_and_in_a_condition() -> None:
-    """By Megatron's names or the planner's; the first is as good as naming its parts."""
+    """Parts have Megatron's names or the planner's; a name of Megatron's is as good as its parts."""
     named, conditions = "recompute=mlp+norm", ("recompute=core_attn+layernorm",)
     aim = Aim(layout=f"tp=4,{named}", require=conditions, stack="megatron")
-    one = with_requested_modes(job_of(SPEC, cluster("h100:64"), stack="megatron"), aim)
-    layout = read_layout("tp=4,recompute=mlp+norm", SPEC, one)
+    megatron_job = with_requested_modes(job_of(SPEC, cluster("h100:64"), stack="megatron"), aim)
+    layout = read_layout("tp=4,recompute=mlp+norm", SPEC, megatron_job)
     again, none, full = (
-        estimate(one, replace(layout, recompute=mode)) for mode in (layout.recompute, "none", "full")
+        estimate(megatron_job, replace(layout, recompute=mode)) for mode in (layout.recompute, "none", "full")
     )
     assert none.memory["activations"] > again.memory["activations"] > full.memory["activations"]
     assert none.time["recompute"] == 0 < again.time["recompute"] < full.time["recompute"]
-    assert requirement(conditions[0], one).value == len(one.modes) - 1
-    assert one.modes[-1].parts == {"core", "norm"}
+    assert requirement(conditions[0], megatron_job).value == len(megatron_job.modes) - 1
+    assert megatron_job.modes[-1].parts == {"core", "norm"}
 
 
 def test_parts_that_there_are_not_are_refused_by_name_and_the_trainer_s_own_modes_are_none_of_them() -> None:
@@ -67,7 +67,7 @@ def test_latents_are_made_again_where_there_are_some_in_dense_models_as_well() -
     dense = replace(SPEC, model=replace(SPEC.model, kv_heads=0, mla=MlaSpec(kv_rank=512)))
     job = with_requested_modes(job_of(dense, cluster("h100:64"), stack="megatron"), aim)
     options = Options(require=("recompute=mla_up_proj", "pp=1", "cp=1", "mbs=1"))
-    assert {one.layout.recompute for one in search(job, options).best} == {"mla_up_proj"}
+    assert {finalist.layout.recompute for finalist in search(job, options).best} == {"mla_up_proj"}
 
 
 @pytest.mark.parametrize("switch", ["sequence_parallel", "offload_optimizer", "offload_activations"])
@@ -114,20 +114,20 @@ def test_every_field_of_a_layout_has_a_name() -> None:
 
 @pytest.mark.parametrize("word", sorted({word for each in LAYOUT_FIELDS for word in (each.name, each.shown)}))
 def test_every_name_is_read_in_a_layout_and_in_a_condition_or_refused_with_the_reason(word: str) -> None:
-    known = layout_field(word)
-    assert known is not None
-    value = {"schedule": "1f1b", "recompute": "full", "precision": "bf16", "zero": "3"}.get(known.name, "1")
-    if known.not_in_layout:
+    field = layout_field(word)
+    assert field is not None
+    value = {"schedule": "1f1b", "recompute": "full", "precision": "bf16", "zero": "3"}.get(field.name, "1")
+    if field.not_in_layout:
         with pytest.raises(PlanRequestError, match="dp / fsdp"):
             read(f"{word}={value}")
     else:
         expected = value if value.isalnum() and not value.isdigit() else int(value)
-        assert getattr(read(f"{word}={value}"), known.name) == expected
-    if known.not_in_require:
-        with pytest.raises(ValueError, match=known.not_in_require[:20]):
+        assert getattr(read(f"{word}={value}"), field.name) == expected
+    if field.not_in_require:
+        with pytest.raises(ValueError, match=field.not_in_require[:20]):
             requirement(f"{word}={value}", JOB)
     else:
-        assert requirement(f"{word}={value}", JOB).name == known.name
+        assert requirement(f"{word}={value}", JOB).name == field.name
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_is_printed_is_read_back(text: str) -> None:
     assert str(read(text)) == text
 
 
-def test_a_number_of_accelerators_stands_for_the_data_parallel_ranks() -> None:
+def test_a_number_of_accelerators_gives_the_data_parallel_ranks() -> None:
     assert read("tp=2,pp=2,gpus=32") == read("tp=2,pp=2,dp=8")
     with pytest.raises(PlanRequestError, match="no multiple of tp x cp x pp = 4"):
         read("tp=2,pp=2,gpus=30")
@@ -152,5 +152,5 @@ def test_a_number_of_accelerators_stands_for_the_data_parallel_ranks() -> None:
 
 
 def test_the_size_of_a_copy_can_be_required() -> None:
-    found = search(JOB, Options(require=("fsdp=8",), micro_batches=(1,)))
-    assert {each.layout.shard for each in found.best} == {8}
+    result = search(JOB, Options(require=("fsdp=8",), micro_batches=(1,)))
+    assert {each.layout.shard for each in result.best} == {8}

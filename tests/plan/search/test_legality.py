@@ -88,7 +88,7 @@ def within_axes(spec: RunSpec, ranks: int) -> Iterator[PlannedLayout]:
         if tensor * context * pipeline * data > ranks:
             continue
         schedules = SCHEDULES if pipeline > 1 else SCHEDULES[:1]
-        for micro_batch, (schedule, stages), expert, whole in itertools.product(
+        for micro_batch, (schedule, stages), expert, expert_ranks in itertools.product(
             MICRO_BATCHES, schedules, experts, {1, tensor} if spec.model.moe else {1}
         ):
             yield PlannedLayout(
@@ -97,7 +97,7 @@ def within_axes(spec: RunSpec, ranks: int) -> Iterator[PlannedLayout]:
                 pipeline=pipeline,
                 stages_per_rank=stages,
                 expert=expert,
-                expert_tensor=whole,
+                expert_tensor=expert_ranks,
                 shard=data,
                 micro_batch=micro_batch,
                 schedule=schedule,  # type: ignore[arg-type]

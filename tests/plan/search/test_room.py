@@ -1,4 +1,4 @@
-"""Room in memory: which plan is taken, and what is said of one that leaves none."""
+"""Room in memory: the plan that is taken, and the caveat on one that leaves none."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ def some() -> Estimate:
     return estimate(job(), LAYOUTS["dense"])
 
 
-def with_free(found: Estimate, share: float, slower: float = 0.0) -> Estimate:
-    """The estimate with a step so much longer, on accelerators of which it leaves so much free."""
-    time = {name: seconds * (1 + slower) for name, seconds in found.time.items()}
-    return dataclasses.replace(found, time=time, capacity_bytes=found.memory_bytes / (1 - share))
+def with_free(base: Estimate, share: float, slower: float = 0.0) -> Estimate:
+    """The estimate with a step that is longer by ``slower``, on accelerators of which ``share`` is free."""
+    time = {name: seconds * (1 + slower) for name, seconds in base.time.items()}
+    return dataclasses.replace(base, time=time, capacity_bytes=base.memory_bytes / (1 - share))
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.2), st.floats(0, 0.05)), min_size=1, max_size=6))
 def test_the_best_with_room_goes_first_if_it_costs_at_most_three_percent(
     some: Estimate, plans: list[tuple[float, float]]
 ) -> None:
-    found = sorted((with_free(some, *one) for one in plans), key=lambda one: one.step_s)
-    ordered = with_room_first(found, lambda one: one.step_s)
-    near = [one for one in found if free_share(one) >= LEAST_ROOM and one.step_s <= found[0].step_s * 1.03]
-    assert ordered[0] is (near[0] if near else found[0])
-    assert [one for one in found if one is not ordered[0]] == list(ordered[1:])
+    by_time = sorted((with_free(some, *plan) for plan in plans), key=lambda plan: plan.step_s)
+    ordered = with_room_first(by_time, lambda plan: plan.step_s)
+    near = [
+        plan for plan in by_time if free_share(plan) >= LEAST_ROOM and plan.step_s <= by_time[0].step_s * 1.03
+    ]
+    assert ordered[0] is (near[0] if near else by_time[0])
+    assert [plan for plan in by_time if plan is not ordered[0]] == list(ordered[1:])
 
 
-def test_a_plan_with_less_room_than_memory_may_be_off_by_says_so_with_one_that_has_it(
+def test_a_plan_with_less_room_than_memory_may_be_off_by_is_marked_with_one_that_has_it(
     some: Estimate,
 ) -> None:
     tight, roomy = with_free(some, LEAST_ROOM / 2), with_free(some, 0.3, slower=0.05)

@@ -1,4 +1,4 @@
-"""The search against looking at every layout one by one, and what it says about those that lost."""
+"""The search against a look at every layout one by one, and its reasons for those that lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_memory(mine: TrainingJob, factor: float) -> TrainingJob:
 
 def fields(result: SearchResult) -> list[float]:
     """Seconds of the best."""
-    return [found.step_s for found in result.best]
+    return [finalist.step_s for finalist in result.best]
 
 
 @pytest.mark.parametrize(("model", "cluster"), [("llama3-8b", "h100:16"), ("mixtral-8x7b", "h100:32")])
@@ -42,7 +42,7 @@ def test_the_search_finds_what_looking_at_every_layout_finds(model: str, cluster
     result = search(mine, _SMALL)
     candidates = space(mine, _SMALL).candidates
     everything = [candidates.at(flat, mine.modes) for flat in range(int(np.prod(candidates.shape)))]
-    # The same layout may not be counted twice: with nothing to share, every ZeRO stage is alike.
+    # The same layout may not be counted twice: with nothing to share, every ZeRO stage is the same.
     met = [
         layout
         for layout in everything
@@ -51,10 +51,10 @@ def test_the_search_finds_what_looking_at_every_layout_finds(model: str, cluster
         and not (layout.zero == 0 and layout.replicate > 1)
         and not (layout.shard * layout.context == 1 and layout.zero > 0)
     ]
-    one_by_one = [found for found in estimates(mine, met, exact=False) if found.fits]
+    one_by_one = [estimated for estimated in estimates(mine, met, exact=False) if estimated.fits]
     assert result.valid == len(one_by_one)
-    best = min(one_by_one, key=lambda found: found.step_s)
-    assert min(found.closed_form_s for found in result.best) <= best.step_s * (1 + 1e-9)
+    best = min(one_by_one, key=lambda estimated: estimated.step_s)
+    assert min(estimated.closed_form_s for estimated in result.best) <= best.step_s * (1 + 1e-9)
     assert fields(result) == sorted(fields(result))
 
 
@@ -87,8 +87,8 @@ def test_more_memory_never_makes_a_layout_infeasible() -> None:
     mine = job("llama3-70b", "h100:64", batch=64)
     valid = [search(with_memory(mine, factor), _SMALL).valid for factor in (1, 1.5, 4)]
     assert valid == sorted(valid)
-    for found in search(mine, _SMALL).best:
-        assert estimate(with_memory(mine, 2), found.layout).fits
+    for finalist in search(mine, _SMALL).best:
+        assert estimate(with_memory(mine, 2), finalist.layout).fits
 
 
 def test_nothing_on_the_front_is_beaten() -> None:
@@ -109,13 +109,13 @@ def test_what_is_required_holds_for_all_that_is_found(text: str) -> None:
     mine = job("llama3-8b", "h100:64")
     result = search(mine, Options(require=(text,)))
     need = requirement(text, mine)
-    for found in result.best:
-        codes = candidates_of([found.layout], mine.modes)
+    for finalist in result.best:
+        codes = candidates_of([finalist.layout], mine.modes)
         assert need.holds(codes).all()
     assert result.excluded[text] > 0 or text == "gpus==64"
 
 
-def test_what_lost_says_to_what() -> None:
+def test_each_family_that_lost_is_listed_with_the_reason() -> None:
     result = search(job("llama3-70b", "h100:64", batch=128))
     by_family = {loser.family: loser for loser in result.runners_up}
     assert "GB >" in by_family["zero=0"].reason or by_family["zero=0"].slower >= 0
@@ -151,33 +151,37 @@ def test_if_nothing_fits_the_leanest_layout_is_named() -> None:
     assert caught.value.needed_bytes > caught.value.capacity_bytes
 
 
-def test_where_nothing_is_legal_the_search_does_not_say_that_nothing_fits() -> None:
+def test_where_nothing_is_legal_the_error_is_not_that_nothing_fits() -> None:
     with pytest.raises(ValueError, match="relax") as caught:
         search(job(), Options(require=("tp=1", "tp=2")))
     assert not isinstance(caught.value, NothingFitsError)
 
 
 @pytest.mark.parametrize(("model", "stack"), [("llama3-70b", "megatron"), ("deepseek-v3", "phalanx")])
-def test_what_the_search_compares_is_what_an_estimate_says(model: str, stack: str) -> None:
+def test_the_search_compares_the_figures_of_an_estimate(model: str, stack: str) -> None:
     mine = job(model, "h100:512", batch=512, stack=stack)
-    whole = prepare(mine, space(mine, Options(micro_batches=(1, 2))).candidates)
-    geometries = np.random.default_rng(0).choice(whole.candidates.shape[-1], 40, replace=False)
-    some = whole.rows(geometries)
+    prepared = prepare(mine, space(mine, Options(micro_batches=(1, 2))).candidates)
+    geometries = np.random.default_rng(0).choice(prepared.candidates.shape[-1], 40, replace=False)
+    some = prepared.rows(geometries)
     bytes_, seconds = (
         np.broadcast_to(each, some.candidates.shape).ravel() for each in (some.most_memory(), some.seconds())
     )
-    # Of every place and every choice some, each estimated as one layout among others.
+    # Some of all places and choices, each estimated as one layout among others.
     flat = np.arange(0, bytes_.size, 7)
     alone = estimates(mine, [some.candidates.at(int(number), mine.modes) for number in flat], exact=False)
     assert bytes_[flat] == pytest.approx(np.array([each.memory_bytes for each in alone]), rel=1e-12)
     assert seconds[flat] == pytest.approx(np.array([each.step_s for each in alone]), rel=1e-12)
 
 
-def test_finalists_are_what_an_estimate_of_each_alone_says() -> None:
+def test_finalists_have_the_figures_of_an_estimate_of_each_alone() -> None:
     mine = job("mixtral-8x7b", "h100:64", stack="phalanx")
-    for found in search(mine).best:
-        alone = estimate(mine, found.layout)
-        assert (alone.time, alone.memory, alone.worst_rank) == (found.time, found.memory, found.worst_rank)
+    for finalist in search(mine).best:
+        alone = estimate(mine, finalist.layout)
+        assert (alone.time, alone.memory, alone.worst_rank) == (
+            finalist.time,
+            finalist.memory,
+            finalist.worst_rank,
+        )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +205,9 @@ def test_micro_batches_and_stages_of_any_size_that_divides_are_found(
 
 def test_a_condition_on_a_size_that_is_tried_late_is_met() -> None:
     mine = job("llama-100m", "h100:8", batch=3840, seq_len=1024, stack="phalanx")
-    assert {found.layout.micro_batch for found in search(mine, Options(require=("mbs=120",))).best} == {120}
+    assert {finalist.layout.micro_batch for finalist in search(mine, Options(require=("mbs=120",))).best} == {
+        120
+    }
 
 
 @pytest.mark.parametrize(("model", "stack"), [("llama3-8b", "megatron"), ("mixtral-8x7b", "phalanx")])
@@ -216,7 +222,7 @@ def test_no_choice_needs_less_memory_than_the_last_of_each(model: str, stack: st
     assert (most[-1, -1, -1, -1] <= least * (1 + 1e-9)).all()
 
 
-def test_where_only_large_micro_batches_are_asked_for_and_none_fits_the_leanest_is_named() -> None:
+def test_where_only_large_micro_batches_are_allowed_and_none_fits_the_leanest_is_named() -> None:
     with pytest.raises(NothingFitsError, match="the leanest layout needs"):
         search(job("llama3-70b", "h100:8", batch=512), Options(require=("mbs=64",)))
 
@@ -234,9 +240,9 @@ def test_a_search_sees_the_bytes_and_seconds_that_each_layout_has_alone(
     layouts = [some.candidates.at(flat, mine.modes) for flat in range(int(np.prod(shape)))]
     alone = estimates(mine, layouts, exact=False)
     together = np.broadcast_to(some.most_memory(), shape)
-    assert together.ravel() == pytest.approx([found.memory_bytes for found in alone])
+    assert together.ravel() == pytest.approx([estimated.memory_bytes for estimated in alone])
     assert some.leanest().most_memory().ravel() == pytest.approx(together.reshape(-1, shape[-1])[-1])
     single = prepare(mine, candidates.rows(rows[:1])).with_lasting().most_memory()
     assert np.broadcast_to(single, (*shape[:-1], 1))[..., 0] == pytest.approx(together[..., 0])
     seconds = np.broadcast_to(some.seconds(), shape)
-    assert seconds.ravel() == pytest.approx([found.step_s for found in alone])
+    assert seconds.ravel() == pytest.approx([estimated.step_s for estimated in alone])

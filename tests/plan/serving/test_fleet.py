@@ -112,7 +112,7 @@ def test_an_impossible_objective_is_answered_with_the_nearest() -> None:
     assert "relax --slo" in nearest(service, bad)
 
 
-def test_a_model_that_no_worker_holds_says_what_is_missing() -> None:
+def test_a_model_that_no_worker_holds_is_refused_with_what_is_missing() -> None:
     service = replace(SMALL, model=resolve(PRESETS["llama3-405b"]), cluster=cluster("h100:2"))
     with pytest.raises(DemandError, match="GB on a rank"):
         plan_service(service)

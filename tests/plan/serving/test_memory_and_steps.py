@@ -55,12 +55,12 @@ def test_ranks_together_hold_at_least_the_whole_model(division: Division) -> Non
 
 
 def test_more_memory_holds_more_requests() -> None:
-    held = []
+    requests = []
     for size in (80e9, 96e9, 141e9):
         place = with_value(H800, "accelerator.memory_bytes", size)
-        held.append(requests_held(DEEPSEEK, place, Division(1, 144), "fp8", 256, 5000))
-    assert held == sorted(held)
-    assert held[0] < held[-1]
+        requests.append(requests_held(DEEPSEEK, place, Division(1, 144), "fp8", 256, 5000))
+    assert requests == sorted(requests)
+    assert requests[0] < requests[-1]
 
 
 def test_a_step_gets_no_slower_with_faster_memory_and_no_faster_with_more_rows_or_pages() -> None:
@@ -85,7 +85,7 @@ def test_overlapping_halves_never_take_less_than_the_larger_of_both_parts() -> N
     assert step_s(step, overlap=True) >= max(exchange, sum(parts.values()) - exchange)
 
 
-def test_rows_touch_as_many_of_256_experts_as_uniform_choice_says() -> None:
+def test_rows_touch_as_many_of_256_experts_as_in_a_uniform_choice() -> None:
     assert [round(touched_experts(256, 8, rows)) for rows in (1, 8, 64)] == [8, 57, 222]
 
 

@@ -12,31 +12,31 @@ from phalanx_plan.serving.fleet import erlang_c, mean_wait_s, most_running, wait
 
 
 def waits(rate: float, services: np.ndarray, servers: int) -> np.ndarray:
-    """Waiting times of arrivals that go to whichever server is free first."""
+    """Waiting times of arrivals that go to the server that is free first."""
     arrivals = np.cumsum(np.random.default_rng(1).exponential(1 / rate, len(services)))
     free = [0.0] * servers
-    found = np.empty(len(services))
+    waits_s = np.empty(len(services))
     for number, (arrival, service) in enumerate(zip(arrivals, services, strict=True)):
         begin = max(arrival, heapq.heappop(free))
-        found[number] = begin - arrival
+        waits_s[number] = begin - arrival
         heapq.heappush(free, begin + service)
-    return found
+    return waits_s
 
 
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.7), (3, 0.8), (8, 0.85)])
-def test_exponential_service_waits_as_erlang_says(servers: int, load: float) -> None:
+def test_exponential_service_waits_by_erlangs_formula(servers: int, load: float) -> None:
     services = np.random.default_rng(2).exponential(1.0, 200_000)
-    found = waits(load * servers, services, servers)
-    assert mean_wait_s(load * servers, 1.0, 1.0, servers) == pytest.approx(found.mean(), rel=0.08)
-    assert erlang_c(servers, load * servers) == pytest.approx((found > 0).mean(), rel=0.05)
+    waits_s = waits(load * servers, services, servers)
+    assert mean_wait_s(load * servers, 1.0, 1.0, servers) == pytest.approx(waits_s.mean(), rel=0.08)
+    assert erlang_c(servers, load * servers) == pytest.approx((waits_s > 0).mean(), rel=0.05)
     ninety = wait_percentile_s(load * servers, 1.0, 1.0, servers, 0.95)
-    assert ninety == pytest.approx(np.quantile(found, 0.95), rel=0.1)
+    assert ninety == pytest.approx(np.quantile(waits_s, 0.95), rel=0.1)
 
 
 @pytest.mark.parametrize("servers", [1, 4])
 def test_equal_service_waits_half_as_long(servers: int) -> None:
-    found = waits(0.8 * servers, np.ones(200_000), servers)
-    assert mean_wait_s(0.8 * servers, 1.0, 0.0, servers) == pytest.approx(found.mean(), rel=0.12)
+    waits_s = waits(0.8 * servers, np.ones(200_000), servers)
+    assert mean_wait_s(0.8 * servers, 1.0, 0.0, servers) == pytest.approx(waits_s.mean(), rel=0.12)
 
 
 def test_an_overloaded_queue_waits_without_bound() -> None:

@@ -23,7 +23,7 @@ def test_every_second_is_in_one_bucket_and_every_node_second_too() -> None:
     assert report.buckets_s["useful steps"] == report.steps * SMALL.step_s
 
 
-def test_failures_come_at_the_rate_asked_for() -> None:
+def test_failures_come_at_the_requested_rate() -> None:
     expected = 3.79 / 1000 * 312 * 40
     assert sum(simulate(SMALL).failures.values()) == pytest.approx(expected, abs=4 * expected**0.5)
 
@@ -73,12 +73,12 @@ def test_the_command_runs_small_worlds() -> None:
     assert "FIRST:END" in result.output
 
 
-def test_saying_how_far_it_is_changes_nothing_of_a_simulation() -> None:
-    said: list[tuple[float, float]] = []
+def test_reports_of_progress_change_nothing_of_a_simulation() -> None:
+    reports: list[tuple[float, float]] = []
     scenario = Scenario(20, 1, days=3.0, rate=200.0)
-    assert simulate(scenario, lambda done, days: said.append((done, days))) == simulate(scenario)
-    assert said == sorted(said)
-    assert said[-1] == (3.0, 3.0)
+    assert simulate(scenario, lambda done, days: reports.append((done, days))) == simulate(scenario)
+    assert reports == sorted(reports)
+    assert reports[-1] == (3.0, 3.0)
 
 
 def test_the_command_in_the_message_of_a_broken_invariant_simulates_the_same_scenario(

@@ -51,7 +51,7 @@ def test_the_nearest_spares_tear_fewer_units_than_any_and_spread_ones_fewer_stil
     assert spread["nearest spare"].replaced_near[0] > 0.8
 
 
-def test_spares_that_are_spread_are_as_many_and_lie_together_as_asked() -> None:
+def test_spares_that_are_spread_have_the_requested_number_and_groups() -> None:
     spares = list(SPREAD.spread_spares())
     assert len(set(spares)) == 64
     assert all(
@@ -66,7 +66,7 @@ def test_following_units_changes_nothing_of_what_happens() -> None:
     assert plain.units_kept == {}
 
 
-def test_the_command_tells_how_well_units_were_kept() -> None:
+def test_the_command_prints_how_well_units_were_kept() -> None:
     arguments = [
         "fleet",
         "--nodes",
@@ -80,9 +80,9 @@ def test_the_command_tells_how_well_units_were_kept() -> None:
         "--spares-together",
         "4",
     ]
-    told = CliRunner().invoke(command, arguments)
-    assert told.exit_code == 0
-    assert "nearest spare  units that leave, on average: 0.0 their hall" in told.output
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0
+    assert "nearest spare  units that leave, on average: 0.0 their hall" in result.output
     refused = CliRunner().invoke(command, ["fleet", "--nodes", "50", "--unit", "4"])
     assert refused.exit_code == 2
     assert "50 nodes are not whole units of 4" in refused.output

@@ -47,8 +47,8 @@ def test_with_equal_stages_the_closed_form_is_the_exact_schedule(
     times = [np.full((1, ranks * per_rank), seconds) for seconds in (1.0, inputs, weights)]
     exact = flush_s(name, ranks, per_rank, batches, StageTimes(*times), np.zeros(1))
     rank_s = per_rank * (1 + inputs + weights)
-    one = [np.array([seconds]) for seconds in (rank_s, ranks * rank_s, 1.0, inputs, weights)]
-    closed = batches * rank_s + idle_s(pipe, *one)
+    stage_seconds = [np.array([seconds]) for seconds in (rank_s, ranks * rank_s, 1.0, inputs, weights)]
+    closed = batches * rank_s + idle_s(pipe, *stage_seconds)
     assert closed == pytest.approx(exact, rel=0.01)
 
 
@@ -62,10 +62,10 @@ def test_exposed_hops_are_those_of_the_exact_schedule(
     still, moving = (
         flush_s(name, ranks, per_rank, batches, times, np.array([delay])) for delay in (0.0, hop)
     )
-    found = exposed_hops(pipeline(name, ranks, per_rank, batches))[0] * hop
-    # Of 1F1B the count is a fit; it is small beside the step.
+    exposed_s = exposed_hops(pipeline(name, ranks, per_rank, batches))[0] * hop
+    # The count of 1F1B is a fit; it is small beside the step.
     slack = 6 * hop if name == "1f1b" else 1e-9
-    assert found == pytest.approx(float((moving - still)[0]), abs=slack)
+    assert exposed_s == pytest.approx(float((moving - still)[0]), abs=slack)
 
 
 @given(_PIPELINES, st.integers(2, 6), st.integers(2, 5), st.data())
@@ -74,12 +74,12 @@ def test_micro_batches_in_flight_are_the_most_that_the_schedule_holds(
 ) -> None:
     name, per_rank = schedule
     batches, rank = rounds * ranks, data.draw(st.integers(0, ranks - 1))
-    held = most = 0
+    in_flight_now = most = 0
     for action in Schedule(name, ranks, per_rank).actions(rank, batches):
-        held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-        most = max(most, held)
-    found = in_flight(pipeline(name, ranks, per_rank, batches), np.array([rank]))
-    assert found[0] * per_rank == most
+        in_flight_now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        most = max(most, in_flight_now)
+    predicted = in_flight(pipeline(name, ranks, per_rank, batches), np.array([rank]))
+    assert predicted[0] * per_rank == most
 
 
 def test_without_a_pipeline_there_is_nothing_to_wait_for() -> None:
@@ -102,8 +102,8 @@ def test_where_a_list_has_gaps_the_closed_form_is_no_less_than_the_exact_schedul
     times = StageTimes(*(np.ones((1, ranks * per_rank)) for _ in range(3)))
     exact = flush_s(name, ranks, per_rank, batches, times, np.zeros(1))[0]
     rank_s = np.array([3.0 * per_rank])
-    one = [np.ones(1) for _ in range(3)]
-    idle = idle_s(pipeline(name, ranks, per_rank, batches), rank_s, ranks * rank_s, *one)[0]
+    stage_seconds = [np.ones(1) for _ in range(3)]
+    idle = idle_s(pipeline(name, ranks, per_rank, batches), rank_s, ranks * rank_s, *stage_seconds)[0]
     assert exact - 1e-9 <= batches * rank_s[0] + idle
 
 

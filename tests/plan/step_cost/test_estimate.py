@@ -30,12 +30,12 @@ def test_a_layout_that_cannot_do_the_work_is_refused_with_a_remedy(
 
 
 def test_model_flops_utilization_is_what_palms_formula_gives() -> None:
-    found = estimate(job(), LAYOUTS["dense"])
+    dense = estimate(job(), LAYOUTS["dense"])
     # Llama 3 8B: matrices of 32 layers and the output projection; attention over 4,096 tokens in full.
     layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14_336
     flops = 6 * (32 * layer + 128_256 * 4096) + 12 * 32 * 4096 * 4096
-    assert found.mfu == pytest.approx(flops * 64 * 4096 / (64 * 989.4e12) / found.step_s)
-    assert found.tokens_per_s == pytest.approx(64 * 4096 / found.step_s)
+    assert dense.mfu == pytest.approx(flops * 64 * 4096 / (64 * 989.4e12) / dense.step_s)
+    assert dense.tokens_per_s == pytest.approx(64 * 4096 / dense.step_s)
 
 
 def test_layouts_estimated_together_are_those_estimated_alone() -> None:

@@ -39,8 +39,8 @@ def test_gpipe_takes_the_slowest_stage_for_every_micro_batch_but_one(
 @given(st.integers(2, 5), st.integers(0, 1000))
 def test_long_1f1b_takes_the_slowest_rank_for_every_micro_batch(ranks: int, seed: int) -> None:
     times, batches = uneven(ranks, seed), 200
-    whole = times.forward_s + times.input_gradient_s + times.weight_gradient_s
-    expected = (batches - 1) * whole.max() + whole.sum()
+    rank_s = times.forward_s + times.input_gradient_s + times.weight_gradient_s
+    expected = (batches - 1) * rank_s.max() + rank_s.sum()
     assert flush_s("1f1b", ranks, 1, batches, times, np.zeros(1)) == pytest.approx(expected, rel=0.02)
 
 
@@ -84,6 +84,6 @@ def test_layouts_computed_together_are_those_computed_alone(
 def test_a_long_schedule_followed_in_part_is_near_the_whole(name: ScheduleName, per_rank: int) -> None:
     times, hops = uneven(4 * per_rank, seed=3, layouts=8), np.full(8, 0.05)
     batches = 400 if name == "interleaved" else 401
-    whole = flush_s(name, 4, per_rank, batches, times, hops)
-    part = flush_s(name, 4, per_rank, batches, times, hops, max_actions=4 * 3 * per_rank * 40)
-    assert part == pytest.approx(whole, rel=0.01)
+    full_s = flush_s(name, 4, per_rank, batches, times, hops)
+    part_s = flush_s(name, 4, per_rank, batches, times, hops, max_actions=4 * 3 * per_rank * 40)
+    assert part_s == pytest.approx(full_s, rel=0.01)

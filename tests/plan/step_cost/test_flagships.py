@@ -1,6 +1,6 @@
 """Published flagship runs in their own layouts: how near the predicted step is with no factor of the software.
 
-Meta's runs are those of arXiv 2407.21783, table 4 (a chunk of one layer each, as its section 3.3.2 says); the runs of GPT-3 those of
+Meta's runs are those of arXiv 2407.21783, table 4 (a chunk of one layer each, as in its section 3.3.2); the runs of GPT-3 those of
 MegaScale, arXiv 2402.15627, table 2; DeepSeek-V3 that of arXiv 2412.19437, table 1. None of these rows fits a constant but
 MegaScale's, whose growth with the fleet the scale tax is from. Each is timed in what fits: plain Megatron-LM, whose scores lie in memory,
 with the selective recomputation of arXiv 2205.05198.
@@ -52,11 +52,11 @@ def gpt3(ranks: int, batch: int, stack: str) -> Estimate:
     run = job("gpt3-175b", f"a100:{ranks}", batch=batch, seq_len=2048, stack=stack)
     mesh = Layout(tensor=8, pipeline=8, shard=ranks // 64)
     recompute = "none" if run.stack.attention.flash else "attention"
-    found = estimate(
+    estimated = estimate(
         run, planned(mesh, zero=1, schedule="interleaved", stages_per_rank=6, recompute=recompute)
     )
-    assert found.fits
-    return found
+    assert estimated.fits
+    return estimated
 
 
 def deepseek(precision: str) -> Estimate:
@@ -74,32 +74,32 @@ def deepseek(precision: str) -> Estimate:
     return estimate(replace(run, modes=(*run.modes, OF_DEEPSEEK)), layout)
 
 
-def million_gpu_hours(found: Estimate) -> float:
+def million_gpu_hours(predicted: Estimate) -> float:
     """Millions of GPU hours for 14.8 T tokens on 2,048 GPUs."""
-    return 14.8e12 / found.tokens * found.step_s * 2048 / 3600 / 1e6
+    return 14.8e12 / predicted.tokens * predicted.step_s * 2048 / 3600 / 1e6
 
 
-def teraflops(found: Estimate, *, causal: bool) -> float:
+def teraflops(predicted: Estimate, *, causal: bool) -> float:
     """Model TFLOP/s of an accelerator; ``causal`` counts only the scores that the mask leaves."""
-    return (found.mfu_causal if causal else found.mfu) * found.peak_flops / 1e12
+    return (predicted.mfu_causal if causal else predicted.mfu) * predicted.peak_flops / 1e12
 
 
 @pytest.mark.parametrize(("run", "published"), RUNS_OF_LLAMA)
 def test_llama_is_as_fast_as_published_if_masked_scores_are_not_counted(
     run: tuple[int, int, int, int, int], published: int
 ) -> None:
-    """The report does not say how it counts; one way holds for all three runs."""
+    """The report does not state how it counts; one way holds for all three runs."""
     assert teraflops(llama(*run), causal=True) == pytest.approx(published, rel=GOAL)
 
 
-def test_only_of_131072_tokens_does_it_matter_how_llama_counts() -> None:
-    found = [teraflops(llama(*run), causal=False) / published for run, published in RUNS_OF_LLAMA]
-    assert found[:2] == pytest.approx([1, 1], rel=GOAL)
-    assert found[2] > 1.3
+def test_how_llama_counts_matters_only_for_131072_tokens() -> None:
+    ratios = [teraflops(llama(*run), causal=False) / published for run, published in RUNS_OF_LLAMA]
+    assert ratios[:2] == pytest.approx([1, 1], rel=GOAL)
+    assert ratios[2] > 1.3
 
 
-def test_megascale_and_plain_megatron_are_told_apart_on_12288_gpus() -> None:
-    """The abstract says 1.34 times the MFU."""
+def test_megascale_and_plain_megatron_are_distinguished_on_12288_gpus() -> None:
+    """The abstract states 1.34 times the MFU."""
     tuned, plain = (gpt3(12_288, 6144, stack).mfu for stack in ("megatron", "megatron-2022"))
     assert tuned == pytest.approx(0.552, rel=GOAL)
     assert plain == pytest.approx(0.552 / 1.34, rel=GOAL)

@@ -116,8 +116,8 @@ def test_the_largest_products_of_gb200_run_at_its_power_limit() -> None:
 
 def test_time_of_attention_is_linear_in_its_work_beyond_the_launch() -> None:
     launch = H100.constants.attention.launch_s
-    one, two = (attention_s(H100, "bf16", flops, backward=True) - launch for flops in (1e12, 2e12))
-    assert two == pytest.approx(2 * one)
+    single_s, double_s = (attention_s(H100, "bf16", flops, backward=True) - launch for flops in (1e12, 2e12))
+    assert double_s == pytest.approx(2 * single_s)
     assert attention_s(H100, "bf16", 0, backward=False) == 0
 
 
@@ -158,10 +158,10 @@ def test_attention_takes_on_b200_what_was_measured(
     """4096 tokens, causal, by Transformer Engine (MooreThreads/SimuMax v1.2)."""
     widths = 320 if latent else 256
     flops = (5 if backward else 2) * 4096**2 * heads * widths / 2
-    found = attention_s(
+    predicted_s = attention_s(
         profile_of(accelerator("b200")), "bf16", flops, backward=backward, widths=widths, latent=latent
     )
-    assert found == pytest.approx(measured_s, rel=0.2)
+    assert predicted_s == pytest.approx(measured_s, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,14 @@ def test_attention_takes_on_gb200_and_gb300_what_was_measured(
 ) -> None:
     """Two causal sequences, by cuDNN (NVIDIA/cudnn-frontend@50c8aeb, benchmark/sdpa_benchmark_training/results).
 
-    Ten repetitions: too short for the power limit, which is for work that goes on.
+    Ten repetitions: too short for the power limit, which is for longer work.
     """
     profile = profile_of(accelerator(key))
     cool = dataclasses.replace(profile, constants=dataclasses.replace(profile.constants, joules_per_flop={}))
     widths = 320 if latent else 256
     flops = 2 * 2 * tokens**2 * heads * widths / 2
     for backward, measured_s in ((False, forward_s), (True, backward_s)):
-        found = attention_s(
+        predicted_s = attention_s(
             cool,
             "bf16",
             flops * (2.5 if backward else 1),
@@ -194,7 +194,7 @@ def test_attention_takes_on_gb200_and_gb300_what_was_measured(
             latent=latent,
             tokens=tokens,
         )
-        assert found == pytest.approx(measured_s, rel=0.1)
+        assert predicted_s == pytest.approx(measured_s, rel=0.1)
 
 
 def test_a_sequence_of_half_tokens_takes_attention_twice_the_time_of_its_flop() -> None:

@@ -30,7 +30,7 @@ def test_the_two_terms_that_the_search_compares_are_the_sum_of_all_kinds() -> No
 
 def test_a_small_gpt_holds_what_is_worked_out_by_hand() -> None:
     seq, width, heads, depth, vocab = 128, 256, 8, 4, 512
-    found = estimate(small_gpt(), planned(Layout(), zero=0))
+    estimated = estimate(small_gpt(), planned(Layout(), zero=0))
     parameters = 2 * vocab * width + depth * (12 * width**2 + 2 * width) + width
     # Weights and gradients of Adam in mixed precision: 2 + 4 + 4 + 8 bytes.
     state = 18 * parameters
@@ -40,18 +40,18 @@ def test_a_small_gpt_holds_what_is_worked_out_by_hand() -> None:
     # Backward needs the gradients of attention's scores, softmax, mask and values at once; the logits are smaller.
     moment = seq * width * (5 * heads * seq / width + 2)
     assert vocab * seq * 8 < moment
-    assert found.memory_bytes == pytest.approx(1.04 * (state + kept + moment) + 0.6e9)
+    assert estimated.memory_bytes == pytest.approx(1.04 * (state + kept + moment) + 0.6e9)
 
 
 def test_an_allocator_counts_neither_contexts_nor_communicators_nor_fragmentation() -> None:
-    found = estimate(job(), LAYOUTS["dense"])  # tensor, pipeline and data ranks: three communicators
-    assert found.memory_bytes == pytest.approx(1.04 * found.allocated_bytes + 0.6e9 + 3 * 0.25e9)
+    estimated = estimate(job(), LAYOUTS["dense"])  # tensor, pipeline and data ranks: three communicators
+    assert estimated.memory_bytes == pytest.approx(1.04 * estimated.allocated_bytes + 0.6e9 + 3 * 0.25e9)
 
 
 @pytest.mark.parametrize(("model", "fits"), [("llama-1b", True), ("llama3-8b", False)])
 def test_eighteen_bytes_a_parameter_fit_or_do_not_fit_on_eighty_gigabytes(model: str, fits: bool) -> None:
-    found = estimate(job(model, "h100:1", batch=1), planned(Layout(), zero=0, recompute="full"))
-    assert found.fits == fits
+    estimated = estimate(job(model, "h100:1", batch=1), planned(Layout(), zero=0, recompute="full"))
+    assert estimated.fits == fits
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -68,25 +68,25 @@ def test_no_kind_of_memory_is_negative(name: str) -> None:
         ("phalanx", 2, 2 + (4 + 4 + 8) / 64),
     ],
 )
-def test_a_parameter_costs_what_its_zero_stage_says(stack: str, zero: int, per_parameter: float) -> None:
+def test_a_parameter_costs_the_bytes_of_its_zero_stage(stack: str, zero: int, per_parameter: float) -> None:
     mine = job("llama3-8b", "h100:64", batch=128, stack=stack)
     mine = dataclasses.replace(mine, workload=dataclasses.replace(mine.workload, slots=128))
-    found = estimate(mine, planned(Layout(shard=64), zero=zero, recompute="full")).memory
+    by_kind = estimate(mine, planned(Layout(shard=64), zero=zero, recompute="full")).memory
     kinds = ("gradients", "master weights", "moments") + (() if stack == "fsdp" else ("compute copy",))
-    state = sum(found[kind] for kind in kinds)
+    state = sum(by_kind[kind] for kind in kinds)
     assert state == pytest.approx(per_parameter * mine.workload.counts.parameters, rel=1e-3)
 
 
 def test_the_first_rank_of_1f1b_holds_as_many_micro_batches_as_there_are_ranks() -> None:
     mine = job("llama3-8b", "h100:64", batch=512)
-    held = {
+    activations = {
         ranks: estimate(mine, planned(Layout(pipeline=ranks, shard=64 // ranks), zero=1)).memory[
             "activations"
         ]
         for ranks in (4, 8)
     }
     # Half as many layers, twice as many micro-batches.
-    assert held[4] == held[8]
+    assert activations[4] == activations[8]
 
 
 def test_logits_make_the_last_rank_the_worst_where_the_vocabulary_is_large() -> None:
@@ -95,10 +95,12 @@ def test_logits_make_the_last_rank_the_worst_where_the_vocabulary_is_large() -> 
         mine.workload, model=dataclasses.replace(mine.workload.model, vocab_size=512_000)
     )
     mine = dataclasses.replace(mine, workload=wide)
-    found = estimate(mine, planned(Layout(pipeline=2, shard=32), zero=1, recompute="full"))
-    assert found.worst_rank == 1
+    estimated = estimate(mine, planned(Layout(pipeline=2, shard=32), zero=1, recompute="full"))
+    assert estimated.worst_rank == 1
     # Beyond what the layers' backward needs afterwards.
-    moment = sum(found.memory[kind] for kind in ("logits", "recomputed layer", "gradients of activations"))
+    moment = sum(
+        estimated.memory[kind] for kind in ("logits", "recomputed layer", "gradients of activations")
+    )
     assert moment == 32_768 * 512_000 * mine.stack.loss.logit_bytes
 
 
@@ -118,9 +120,9 @@ def test_dividing_more_never_holds_more(tensor: int, context: int, pipeline: int
         for axis in ("tensor", "context", "shard")
     ]
     layouts = [planned(each, zero=1, recompute=recompute) for each in (before, *divided)]
-    found = estimates(mine, layouts, exact=False)
-    whole, *parts = (each.memory_bytes - each.memory["communicators"] for each in found)
-    assert max(parts) <= whole
+    estimated = estimates(mine, layouts, exact=False)
+    undivided, *parts = (each.memory_bytes - each.memory["communicators"] for each in estimated)
+    assert max(parts) <= undivided
 
 
 def test_offloaded_state_is_not_on_the_accelerator() -> None:

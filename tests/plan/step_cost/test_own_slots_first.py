@@ -42,12 +42,12 @@ def test_a_rank_holds_a_whole_sum_for_each_level_of_its_own_slots(
     slots_per_rank: int, micro_batches: int, bytes_per_element: int
 ) -> None:
     """The lowest is a slot's gradient, in bf16 if the slot is one micro-batch."""
-    whole, shares = (predicted(zero, slots_per_rank, micro_batches).memory for zero in (1, 2))
+    full, shares = (predicted(zero, slots_per_rank, micro_batches).memory for zero in (1, 2))
     elements = 2 * shares["compute copy"] / 4  # all weights, in bf16
-    sums = whole["gradients"] + whole["open sums"]
+    sums = full["gradients"] + full["open sums"]
     assert sums == pytest.approx(bytes_per_element * elements)
-    assert whole["master weights"] == shares["master weights"]
-    assert whole["moments"] == shares["moments"]
+    assert full["master weights"] == shares["master weights"]
+    assert full["moments"] == shares["moments"]
 
 
 def kept_and_sent(slots: int, rank: int, leaf_bytes: int) -> tuple[int, int]:
@@ -121,7 +121,7 @@ def test_a_planned_layout_is_a_run_that_the_trainer_takes() -> None:
     assert layout_problems(run, 64) == []
 
 
-def test_fast_sums_are_exchanged_once_a_step_by_zero2_too_and_are_planned_alike() -> None:
+def test_fast_sums_are_exchanged_once_a_step_by_zero2_too_and_have_the_same_plan() -> None:
     spec = RunSpec(
         model=ModelSpec(preset="llama-1b"),
         train=TrainSpec(batch_size=64, slots=64, seq_len=1024, micro_batch_size=1, reduction="fast"),

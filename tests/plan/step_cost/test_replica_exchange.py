@@ -18,11 +18,11 @@ ON_CPUS = replace(PHALANX, states=replace(PHALANX.states, frees_gradients=False)
 
 
 def bytes_after_backward(replicas: int) -> float:
-    """What stands beside weights, one set of gradients and moments when activations are gone."""
+    """Bytes beside weights, one set of gradients and moments once the activations are freed."""
     mine: TrainingJob = job(WIDE, f"a100:{replicas}", batch=4, seq_len=64, stack=ON_CPUS)
     memory = estimate(mine, planned(Layout(replicate=replicas), zero=2)).memory
-    gone = ("activations", "recomputed layer", "gradients of activations", "logits")
-    return sum(memory[kind] for kind in (*gone, "exchange between replicas"))
+    freed_kinds = ("activations", "recomputed layer", "gradients of activations", "logits")
+    return sum(memory[kind] for kind in (*freed_kinds, "exchange between replicas"))
 
 
 def test_one_rank_exchanges_nothing() -> None:

@@ -49,9 +49,9 @@ def with_rates(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_closed_form_is_near_the_exact_schedule_and_no_term_is_negative(name: str) -> None:
-    found = estimate(job(), LAYOUTS[name])
-    assert all(seconds >= 0 for seconds in found.time.values())
-    assert found.closed_form_s == pytest.approx(found.step_s, rel=0.05)
+    estimated = estimate(job(), LAYOUTS[name])
+    assert all(seconds >= 0 for seconds in estimated.time.values())
+    assert estimated.closed_form_s == pytest.approx(estimated.step_s, rel=0.05)
 
 
 def test_products_of_a_small_gpt_are_three_for_each_of_its_matrices() -> None:
@@ -78,12 +78,12 @@ def test_a_pipeline_of_equal_stages_idles_for_one_micro_batch_less_than_its_rank
     model = ModelSpec(layers=16, dim=2048, heads=16, kv_heads=16, ffn_dim=8192, vocab_size=64, ffn="gelu")
     unhosted = dataclasses.replace(MEGATRON, kernels=KernelFacts(accumulating_bytes=8, launch_s=0.0))
     mine = job(model, f"h100:{ranks}", batch=micro_batches, seq_len=2048, stack=unhosted)
-    found = estimate(mine, planned(Layout(pipeline=ranks), zero=0))
-    busy = sum(found.time[term] for term in ("matmul", "attention", "pointwise"))
+    estimated = estimate(mine, planned(Layout(pipeline=ranks), zero=0))
+    busy = sum(estimated.time[term] for term in ("matmul", "attention", "pointwise"))
     idle = (ranks - 1) / micro_batches
-    assert found.time["bubble"] == pytest.approx(idle * busy, rel=0.05)
-    communication_and_update = found.time["pipeline_comm"] + found.time["optimizer"]
-    assert found.step_s == pytest.approx((1 + idle) * busy + communication_and_update, rel=0.02)
+    assert estimated.time["bubble"] == pytest.approx(idle * busy, rel=0.05)
+    communication_and_update = estimated.time["pipeline_comm"] + estimated.time["optimizer"]
+    assert estimated.step_s == pytest.approx((1 + idle) * busy + communication_and_update, rel=0.02)
 
 
 @settings(max_examples=30)

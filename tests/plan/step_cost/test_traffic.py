@@ -47,7 +47,7 @@ def test_stages_send_the_hidden_states_of_every_micro_batch_to_both_neighbors() 
     layout = planned(Layout(pipeline=4, shard=2, context=2, tensor=2), zero=1)
     rows = work.workload.seq_len / 2 / 2
     expected = 32 * rows * work.workload.model.dim * 2
-    (flow,) = (one for one in flows(work, layout) if one.axis == "pipeline")
+    (flow,) = (each for each in flows(work, layout) if each.axis == "pipeline")
     assert flow == Flow("pipeline", "chain", 4, 8, pytest.approx(expected))
 
 
@@ -79,9 +79,9 @@ def test_replicas_add_up_shards_in_a_second_step_that_carries_less() -> None:
 @pytest.mark.parametrize(("spread", "pattern"), [(True, "all_to_all"), (False, "ring")])
 def test_reproducible_sums_are_spread_over_all_owners(spread: bool, pattern: str) -> None:
     work = job("llama3-8b", "h100:64")
-    found = flows(work, planned(Layout(shard=64), zero=1), spread_sums=spread)
-    assert pattern in {flow.pattern for flow in found}
-    volume = {axis: sum(one.sent_bytes for one in found if one.axis == axis) for axis in ("shard",)}
+    all_flows = flows(work, planned(Layout(shard=64), zero=1), spread_sums=spread)
+    assert pattern in {flow.pattern for flow in all_flows}
+    volume = {axis: sum(each.sent_bytes for each in all_flows if each.axis == axis) for axis in ("shard",)}
     assert volume["shard"] == pytest.approx(sent(work, planned(Layout(shard=64), zero=1), "shard"))
 
 

@@ -52,7 +52,7 @@ def test_what_computation_hides_of_the_copy_moves_from_the_stall_to_the_drain(
         )
 
 
-def test_a_state_that_the_hosts_cannot_hold_is_said_not_to_fit() -> None:
+def test_a_state_that_the_hosts_cannot_hold_is_marked_as_not_fitting() -> None:
     # Two nodes of 2 TB hold two copies of 1.5 TB each, but not two of one's own and two of a peer's.
     places = tiers(h100s(16), 1.5e12)
     assert places["host"].fits
@@ -81,5 +81,5 @@ def test_impossible_sizes_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("key", systems())
 def test_every_system_of_the_catalog_can_save_in_every_tier(key: str) -> None:
-    found = tiers(cluster(f"{key}:4"), 1e9)
-    assert all(math.isfinite(tier.drain_s) and math.isfinite(tier.restore_s) for tier in found.values())
+    places = tiers(cluster(f"{key}:4"), 1e9)
+    assert all(math.isfinite(tier.drain_s) and math.isfinite(tier.restore_s) for tier in places.values())

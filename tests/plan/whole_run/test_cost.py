@@ -11,7 +11,7 @@ from phalanx_plan.whole_run.resources import MONTH_S, CostError, cost
 HOUR_S = 3600.0
 
 
-def test_deepseek_v3_costs_what_its_report_says() -> None:
+def test_deepseek_v3_costs_the_sum_of_its_report() -> None:
     """arXiv:2412.19437: 2.788 M H800-hours at 2 $ are 5.576 M$."""
     spent = cost(
         accelerators=2048,

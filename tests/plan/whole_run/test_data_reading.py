@@ -1,4 +1,4 @@
-"""Whether a run would wait for its data: the closed form, and that a plan says so."""
+"""A run's waits for its data: the closed form, and the warning of a plan."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_share_is_what_is_needed_over_the_least_of_what_is_given(
     replicas: int,
     remote: bool,
 ) -> None:
-    found = data_reading(
+    reading = data_reading(
         replace(TRILLION, remote=remote),
         step_s,
         nodes,
@@ -63,9 +63,9 @@ def test_the_share_is_what_is_needed_over_the_least_of_what_is_given(
             512 * max(1, nodes / replicas) * latency_s / (REQUESTS_AT_ONCE * max(nodes, replicas)),
             512 * max(1, nodes / replicas) / requests,
         ]
-    assert found.share == pytest.approx(max(times) / step_s)
-    assert found.binds == (found.share > 1)
-    assert found.bytes_per_s == pytest.approx(found.requests_per_s * each)
+    assert reading.share == pytest.approx(max(times) / step_s)
+    assert reading.binds == (reading.share > 1)
+    assert reading.bytes_per_s == pytest.approx(reading.requests_per_s * each)
 
 
 def test_the_constants_are_those_of_the_reader() -> None:
@@ -95,10 +95,10 @@ def test_a_rate_that_cannot_be_is_refused_by_name(name: str) -> None:
 def test_a_store_that_gives_next_to_nothing_is_refused_by_the_name_of_its_figure(
     name: str, value: str
 ) -> None:
-    given = replace(assumed([f"{name}={value}"], RunAssumptions().step_time_band), draws=20)
+    assumptions = replace(assumed([f"{name}={value}"], RunAssumptions().step_time_band), draws=20)
     inputs = RunInputs(h100s(64), 1.0, 512 * 8192, 1e9, 1e12, 64, 64, data=TRILLION)
     with pytest.raises(ValueError, match=f"{name} = .*--assume {name}="):
-        estimate_run(inputs, given)
+        estimate_run(inputs, assumptions)
 
 
 def test_an_estimate_warns_with_the_limit_and_its_remedy_only_where_data_bind() -> None:
@@ -120,7 +120,7 @@ def test_an_estimate_warns_with_the_limit_and_its_remedy_only_where_data_bind() 
     assert not usual.data.binds
 
 
-def test_a_plan_says_it_in_its_table_and_in_json() -> None:
+def test_a_plan_has_the_reading_of_data_in_its_table_and_in_json() -> None:
     words = ["--model", "llama3-8b", "--cluster", "h100:64", "--batch", "128", "--seq-len", "4096"]
     words += ["--layout", "tp=2,dp=32,zero=3"]
     local = json.loads(CliRunner().invoke(command, [*words, "--json"]).stdout)["whole_run"]
@@ -128,6 +128,6 @@ def test_a_plan_says_it_in_its_table_and_in_json() -> None:
     assert need == pytest.approx(128 / stored_sample_bytes(4096, 128_256))
     assert not local["data"]["binds"]
     remote = ["--set", "data.path=s3://bucket/web", "--assume", "data_latency_s=60"]
-    found = CliRunner().invoke(command, [*words, *remote], env={"COLUMNS": "200"}).output
-    assert "records/s" in found
-    assert "data would bind" in found
+    printed = CliRunner().invoke(command, [*words, *remote], env={"COLUMNS": "200"}).output
+    assert "records/s" in printed
+    assert "data would bind" in printed

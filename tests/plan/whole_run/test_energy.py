@@ -28,7 +28,7 @@ shares_of_four = st.lists(st.floats(0.01, 1), min_size=4, max_size=4).map(
 
 
 @given(shares_of_four)
-def test_power_lies_between_idle_and_rated(shares: dict) -> None:
+def test_power_is_between_idle_and_rated(shares: dict) -> None:
     assert H100.idle_power_w.value <= accelerator_power_w(H100, shares) <= H100.power_w.value * (1 + 1e-9)
 
 
@@ -43,8 +43,8 @@ def test_the_parts_sum_to_the_total_and_the_site_draws_pue_times_the_machines(
 
 
 @given(st.floats(0, 1), st.floats(0, 1))
-def test_waiting_draws_no_more_than_stepping(one: float, other: float) -> None:
-    less, more = sorted((one, other))
+def test_waiting_draws_no_more_than_stepping(first: float, second: float) -> None:
+    less, more = sorted((first, second))
     cluster = h100s(64)
     assert (
         energy(cluster, 64, 0, 1e5, less, COMPUTE).total_kwh

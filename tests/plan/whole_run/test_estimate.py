@@ -29,7 +29,7 @@ from phalanx_plan.whole_run.failures import classes_at_node_rate
 FEW = RunAssumptions(draws=20)
 METHODS = ("spare", "shrink", "restart")
 SOON = 150e9
-"""Tokens of a run whose mean is asked for, which is in proportion to them: few failures are simulated beside it."""
+"""Tokens of a run of which only the mean is needed, which is in proportion to them: few failures are simulated."""
 
 
 def trillion(accelerators: int = 100_000, **changes: object) -> RunInputs:
@@ -90,8 +90,11 @@ def test_a_perfect_fleet_takes_steps_times_step_time() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_with_the_rate_known_the_simulated_mean_agrees_with_the_closed_form(method: str) -> None:
-    known = tuple(replace(one, low=one.typical, high=one.typical) for one in RunAssumptions().failure_classes)
-    assumptions = RunAssumptions(recovery=method, failure_classes=known, draws=300)  # type: ignore[arg-type]
+    classes = tuple(
+        replace(failure_class, low=failure_class.typical, high=failure_class.typical)
+        for failure_class in RunAssumptions().failure_classes
+    )
+    assumptions = RunAssumptions(recovery=method, failure_classes=classes, draws=300)  # type: ignore[arg-type]
     run = estimate_run(trillion(), assumptions)
     assert run.finish_days.mean == pytest.approx(run.days, rel=0.01)
 
@@ -271,12 +274,12 @@ def test_a_fleet_s_own_rate_of_failures_can_be_assumed() -> None:
     assert per_day[0] == pytest.approx(10 * per_day[1])
 
 
-def test_a_run_file_may_ask_for_no_saves_by_an_interval_that_never_comes() -> None:
+def test_a_run_file_may_exclude_saves_by_an_interval_that_never_comes() -> None:
     spec = RunSpec(
         checkpoint=CheckpointSpec(every_steps=10**9), fleet=FleetSpec(nodes=2, snapshot_every_steps=10**9)
     )
-    found = assumed((), EXACT, spec, step_s=40.0, steps=10**6)
-    assert found.durable_interval_s == found.checkpoint_interval_s == MOST_SECONDS
+    assumptions = assumed((), EXACT, spec, step_s=40.0, steps=10**6)
+    assert assumptions.durable_interval_s == assumptions.checkpoint_interval_s == MOST_SECONDS
     assert assumed(("recovery=restart",), EXACT, spec, 40.0, 10**6).checkpoint_interval_s == MOST_SECONDS
 
 

@@ -33,8 +33,8 @@ def test_the_typical_rate_gives_back_the_419_interruptions_of_llama_3() -> None:
 
 @pytest.mark.parametrize(("level", "rate"), [("low", 2.34), ("typical", 3.79), ("high", 6.50)])
 def test_the_levels_are_the_three_published_rates_of_an_eight_gpu_node(level: str, rate: float) -> None:
-    found = per_1000_node_days(failures_per_s(h100s(8_000), level=level), 1_000)  # type: ignore[arg-type]
-    assert found == pytest.approx(rate, abs=0.005)
+    node_rate = per_1000_node_days(failures_per_s(h100s(8_000), level=level), 1_000)  # type: ignore[arg-type]
+    assert node_rate == pytest.approx(rate, abs=0.005)
 
 
 @pytest.mark.parametrize(("gpus", "hours"), [(16_384, 1.8), (131_072, 0.23)])
@@ -44,9 +44,9 @@ def test_meta_s_projections_for_rsc_1_are_reproduced(gpus: int, hours: float) ->
 
 
 def test_every_class_states_a_range_around_its_typical_rate_and_a_source() -> None:
-    for one in CLASSES:
-        assert 0 < one.low < one.typical < one.high
-        assert "arXiv" in one.source
+    for failure_class in CLASSES:
+        assert 0 < failure_class.low < failure_class.typical < failure_class.high
+        assert "arXiv" in failure_class.source
 
 
 def test_failures_that_cost_a_node_and_those_that_do_not_are_all_failures() -> None:
@@ -57,8 +57,8 @@ def test_failures_that_cost_a_node_and_those_that_do_not_are_all_failures() -> N
 
 @pytest.mark.parametrize("rate", [rate for rate, _ in FLEETS.values()])
 def test_a_user_s_own_rate_of_nodes_replaces_the_published_ones(rate: float) -> None:
-    found = failures_per_s(h100s(8_000), classes=classes_at_node_rate(rate))
-    assert per_1000_node_days(found, 1_000) == pytest.approx(rate)
+    fleet_rate = failures_per_s(h100s(8_000), classes=classes_at_node_rate(rate))
+    assert per_1000_node_days(fleet_rate, 1_000) == pytest.approx(rate)
 
 
 @given(st.integers(8, 10**6), st.integers(1, 8))

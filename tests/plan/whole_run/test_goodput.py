@@ -95,8 +95,8 @@ def test_the_nested_breakdown_sums_to_one_and_names_the_nested_goodput(
 def test_fewer_failures_shorter_stalls_and_quicker_recovery_never_lose(
     mtti_s: float, stall_s: float, recovery_s: float, better: float
 ) -> None:
-    def best(one: Risk) -> float:
-        return efficiency(one, optimal_interval_s(one.mtti_s, one.stall_s))
+    def best(node_risk: Risk) -> float:
+        return efficiency(node_risk, optimal_interval_s(node_risk.mtti_s, node_risk.stall_s))
 
     now = best(risk(mtti_s, stall_s, recovery_s)) * (1 - 1e-12)
     assert best(risk(mtti_s * better, stall_s, recovery_s)) >= now
@@ -200,10 +200,10 @@ def test_a_rare_recovery_that_frequent_failures_interrupt_agrees_with_simulation
 def test_runs_simulated_in_part_scatter_as_those_simulated_in_full() -> None:
     plan = CheckpointPlan(risk(600.0, 0.5, 60.0), 30.0, risk(60_000.0, 0.0, 600.0), 1800.0)
     work, factor = np.full(1500, 20 * days), np.ones(1500)
-    whole = simulate(plan, work, factor, 0, most_failures=math.inf)
-    part = simulate(plan, work, factor, 1, most_failures=500)
-    assert part.mean() == pytest.approx(whole.mean(), rel=0.002)
-    assert part.std() == pytest.approx(whole.std(), rel=0.1)
+    full_s = simulate(plan, work, factor, 0, most_failures=math.inf)
+    part_s = simulate(plan, work, factor, 1, most_failures=500)
+    assert part_s.mean() == pytest.approx(full_s.mean(), rel=0.002)
+    assert part_s.std() == pytest.approx(full_s.std(), rel=0.1)
 
 
 def test_the_same_seed_gives_the_same_runs_and_another_seed_others() -> None:

@@ -1,4 +1,4 @@
-"""A lost node costs what dealing the slots anew costs, and the note names a number of slots that mends it."""
+"""A lost node costs the time of a new deal of the slots, and the note names a number of slots that mends it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ LAYOUTS = st.one_of(
 @given(LAYOUTS, st.integers(1, 6), st.sampled_from([1, 4, 8]))
 def test_the_slowdown_is_that_of_the_longest_deal(layout: Layout, more: int, per_node: int) -> None:
     slots = layout.data_ranks * more
-    found = lost_node(layout, per_node, slots)
+    lost = lost_node(layout, per_node, slots)
     ranks = layout.data_ranks * layout.pipeline * layout.model_ranks
-    assume(found is not None)
-    assert found is not None
-    assert found.data_ranks * layout.pipeline * layout.model_ranks <= ranks - per_node
-    replicas = found.data_ranks // layout.shard if layout.replicate > 1 else 1
-    after = Deal(slots, replicas, found.data_ranks // replicas, layout.team)
+    assume(lost is not None)
+    assert lost is not None
+    assert lost.data_ranks * layout.pipeline * layout.model_ranks <= ranks - per_node
+    replicas = lost.data_ranks // layout.shard if layout.replicate > 1 else 1
+    after = Deal(slots, replicas, lost.data_ranks // replicas, layout.team)
     longest = max(len(after.rounds(replica)) for replica in range(replicas))
-    assert found.slowdown == longest / more
+    assert lost.slowdown == longest / more
 
 
 @given(LAYOUTS, st.integers(1, 4), st.sampled_from([1, 8]), st.sampled_from([1, 2, 4, 16]))
@@ -44,14 +44,14 @@ def test_the_slots_that_a_note_names_divide_the_batch_and_keep_the_loss_small(
     slots = layout.data_ranks * more
     better = better_slots(layout, per_node, slots, slots * rest)
     if better is not None:
-        found = lost_node(layout, per_node, better)
-        assert found is not None
+        lost = lost_node(layout, per_node, better)
+        assert lost is not None
         assert (slots * rest) % better == 0
         assert better > slots
-        assert found.slowdown <= MUCH
+        assert lost.slowdown <= MUCH
 
 
-def test_as_many_slots_as_ranks_double_the_step_and_the_note_says_what_helps() -> None:
+def test_as_many_slots_as_ranks_double_the_step_and_the_note_names_a_remedy() -> None:
     layout = Layout(pipeline=16, shard=128, tensor=8)
     (note,) = lost_node_notes(layout, 8, 128, 2048)
     assert "127 of 128" in note

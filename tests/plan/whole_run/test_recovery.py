@@ -68,14 +68,14 @@ def test_only_a_shrinking_fleet_lacks_throughput_and_never_all_of_it(
 def test_the_share_of_whole_replicas_agrees_with_drawing_the_lost_nodes(replicas: int, nodes: int) -> None:
     random = np.random.default_rng(0)
     mean_away, draws = 20.0, 2000
-    whole = 0
+    intact = 0
     for _ in range(draws):
         away = random.integers(nodes, size=random.poisson(mean_away))
         alive = np.ones(nodes, bool)
         alive[away] = False
         # Replicas of equal size: several nodes each, or several on each node.
-        whole += alive.reshape(min(replicas, nodes), -1).all(axis=1).sum()
-    assert whole / draws / min(replicas, nodes) == pytest.approx(
+        intact += alive.reshape(min(replicas, nodes), -1).all(axis=1).sum()
+    assert intact / draws / min(replicas, nodes) == pytest.approx(
         fleet_share("shrink", mean_away, nodes, replicas), rel=0.005
     )
 

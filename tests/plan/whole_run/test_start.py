@@ -14,20 +14,20 @@ from phalanx_plan.whole_run.recovery import MEASURED, Start, StartError, read_s,
 NODES = st.integers(1, 25_000)
 
 
-def seconds(found: Start) -> dict[str, float]:
-    return {phase.name: phase.duration_s for phase in found.phases}
+def seconds(start_phases: Start) -> dict[str, float]:
+    return {phase.name: phase.duration_s for phase in start_phases.phases}
 
 
 @given(NODES)
 def test_twice_the_nodes_take_twice_as_long_in_one_place_four_times_where_all_are_looked_at_and_no_longer_by_themselves(
     nodes: int,
 ) -> None:
-    one, two = seconds(start(nodes)), seconds(start(2 * nodes))
-    assert two["agents import"] == one["agents import"]
-    assert two["workers import"] == one["workers import"]
-    assert 2 <= two["epoch is formed"] / one["epoch is formed"] <= 4
-    assert two["ranks meet"] == pytest.approx(2 * one["ranks meet"])
-    assert 2 <= two["agents attach"] / one["agents attach"] <= 4
+    single, double = seconds(start(nodes)), seconds(start(2 * nodes))
+    assert double["agents import"] == single["agents import"]
+    assert double["workers import"] == single["workers import"]
+    assert 2 <= double["epoch is formed"] / single["epoch is formed"] <= 4
+    assert double["ranks meet"] == pytest.approx(2 * single["ranks meet"])
+    assert 2 <= double["agents attach"] / single["agents attach"] <= 4
     linear = replace(MEASURED, attach_s_per_node=Fact(0.0, "as if no agent looked at the others"))
     ones, twos = (seconds(start(count, costs=linear))["agents attach"] for count in (nodes, 2 * nodes))
     assert twos == pytest.approx(2 * ones)
@@ -37,10 +37,10 @@ def test_twice_the_nodes_take_twice_as_long_in_one_place_four_times_where_all_ar
 def test_a_start_takes_the_sum_of_its_phases_but_for_the_one_that_another_hides(
     nodes: int, restore_s: float
 ) -> None:
-    found = start(nodes, restore_s=restore_s)
-    each = seconds(found)
+    started = start(nodes, restore_s=restore_s)
+    each = seconds(started)
     hidden = min(each["agents attach"], each["workers import"])
-    assert found.total_s == pytest.approx(sum(each.values()) - hidden)
+    assert started.total_s == pytest.approx(sum(each.values()) - hidden)
 
 
 @given(NODES)
@@ -51,8 +51,8 @@ def test_files_on_every_node_are_never_slower_than_those_of_a_shared_file_system
 def test_a_launcher_that_logs_into_every_node_does_so_by_rounds() -> None:
     each = MEASURED
     at_once = each.hosts_at_once
-    one, more = (seconds(start(count, by_ssh=True))["launch"] for count in (at_once, at_once + 1))
-    assert more == pytest.approx(2 * one)
+    one_round, two_rounds = (seconds(start(count, by_ssh=True))["launch"] for count in (at_once, at_once + 1))
+    assert two_rounds == pytest.approx(2 * one_round)
     assert seconds(start(at_once))["launch"] == 0
 
 

@@ -20,9 +20,9 @@ from plan.jobs import job, one
 
 def whole_model(mine: TrainingJob) -> list[Layer]:
     """Every layer and both ends."""
-    model, found = mine.workload.model, layers(mine.workload, mine.stack)
-    blocks = [found["mixture" if is_mixture(model, layer) else "dense"] for layer in range(model.layers)]
-    return [*blocks, found["embedding"], found["head"]]
+    model, kinds = mine.workload.model, layers(mine.workload, mine.stack)
+    blocks = [kinds["mixture" if is_mixture(model, layer) else "dense"] for layer in range(model.layers)]
+    return [*blocks, kinds["embedding"], kinds["head"]]
 
 
 def product_flops(product: MatrixProduct, per_token: int) -> int:

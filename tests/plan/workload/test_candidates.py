@@ -55,6 +55,6 @@ def test_divisors_are_all_and_ascending() -> None:
 def test_distinct_combinations_are_those_that_occur_in_order(rows: list[tuple[int, ...]]) -> None:
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     values, row = distinct(columns)
-    found = list(zip(*(column.tolist() for column in values), strict=True))
-    assert found == sorted(set(rows))
-    assert [found[which] for which in row.tolist()] == rows
+    combinations = list(zip(*(column.tolist() for column in values), strict=True))
+    assert combinations == sorted(set(rows))
+    assert [combinations[index] for index in row.tolist()] == rows

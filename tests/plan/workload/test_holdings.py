@@ -100,15 +100,17 @@ def test_state_of_every_kind_is_what_the_trainer_holds(
     evaluation = prepare(mine, candidates)
     for kind in range(len(evaluation.table)):
         place = evaluation.table[kind]
-        # Of tensor ranks, the last may have a row of the vocabulary more.
+        # The last tensor rank may have a row of the vocabulary more.
         of_ranks = [
             state_bytes(spec, layout, holding(spec, layout, RankPlace(int(place.rank[0]), 0, tensor)), width)
             for tensor in {0, layout.tensor - 1}
         ]
         expected = {name: max(each[name] for each in of_ranks) for name in of_ranks[0]}
         expected["master weights"] = expected.pop("weights")
-        found = memory.state_bytes(evaluation, place)
-        assert {name: size.item() for name, size in found.items() if size.any()} == pytest.approx(expected)
+        planned_bytes = memory.state_bytes(evaluation, place)
+        assert {name: size.item() for name, size in planned_bytes.items() if size.any()} == pytest.approx(
+            expected
+        )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])

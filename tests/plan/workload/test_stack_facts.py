@@ -94,9 +94,7 @@ def test_what_a_graph_replays_costs_the_host_nothing() -> None:
 
 
 @pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("full", 15 + 4 + 12)])
-def test_the_host_of_a_layer_of_2022_makes_as_many_calls_as_its_source_says(
-    recompute: str, again: int
-) -> None:
+def test_the_host_of_a_layer_of_2022_makes_as_many_calls_as_its_source(recompute: str, again: int) -> None:
     """Megatron-LM 55ba1f7b, megatron/model/transformer.py and megatron/mpu, by hand.
 
     Forward, 15 kernels: two norms, four products, the bias of queries, keys and values, attention's five (scores, softmax, dropout,
@@ -271,7 +269,7 @@ def test_casts_of_one_expert_after_the_other_begin_as_many_kernels() -> None:
     )
 
 
-def test_of_a_part_that_is_computed_again_by_half_half_is_kept() -> None:
+def test_half_of_a_part_that_is_computed_again_by_half_is_kept() -> None:
     mine = job("llama3-8b")
     widths = {}
     for name, parts, halves in (("all", (), ()), ("half", (), ("widen",)), ("none", ("widen",), ())):
@@ -321,8 +319,8 @@ def test_tokens_in_eight_bits_take_less_time_to_their_experts() -> None:
 
 
 def test_windows_that_leave_half_of_the_scores_halve_the_work_of_attention() -> None:
-    whole = job("llama3-8b")
-    half = dataclasses.replace(whole, workload=dataclasses.replace(whole.workload, attended=0.5))
-    times = [estimate(each, LAYOUTS["flat"]).time["attention"] for each in (whole, half)]
-    launches = 2 * whole.profile.constants.attention.launch_s * whole.workload.model.layers
-    assert times[0] / 2 <= times[1] <= times[0] / 2 + launches * whole.workload.batch
+    full = job("llama3-8b")
+    half = dataclasses.replace(full, workload=dataclasses.replace(full.workload, attended=0.5))
+    times = [estimate(each, LAYOUTS["flat"]).time["attention"] for each in (full, half)]
+    launches = 2 * full.profile.constants.attention.launch_s * full.workload.model.layers
+    assert times[0] / 2 <= times[1] <= times[0] / 2 + launches * full.workload.batch

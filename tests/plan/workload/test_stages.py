@@ -18,8 +18,8 @@ from plan.jobs import job
 @given(st.lists(st.sampled_from([1.0, 2.5, 4.0, 7.0]), min_size=1, max_size=14), st.data())
 def test_balanced_stages_are_those_of_the_trainer(costs: list[float], data: st.DataObject) -> None:
     counts = data.draw(st.sets(st.integers(1, len(costs)), min_size=1))
-    found = balanced(np.array(costs), counts)
-    assert found == {count: balance(costs, count) for count in counts}
+    stage_sizes = balanced(np.array(costs), counts)
+    assert stage_sizes == {count: balance(costs, count) for count in counts}
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_every_rank_has_no_more_than_a_place_that_comes_no_later(
 ) -> None:
     mine, (per_rank, folded) = job(model, stack=stack), kind
     table = places(mine.workload, mine.stack, [(ranks, per_rank, folded)])
-    found = np.stack([table.dense[0], table.mixture[0], table.embedding[0], table.head[0]], axis=1)
+    place_counts = np.stack([table.dense[0], table.mixture[0], table.embedding[0], table.head[0]], axis=1)
     layers = [is_mixture(mine.workload.model, layer) for layer in range(mine.workload.model.layers)]
     sizes = split(mine.workload, mine.stack, ranks * per_rank)
     bounds = np.concatenate([[0], np.cumsum(sizes)])
     for rank in range(ranks):
         stages = [rank, 2 * ranks - 1 - rank if folded else ranks + rank][:per_rank]
         mixture = [layers[layer] for stage in stages for layer in range(bounds[stage], bounds[stage + 1])]
-        held = [mixture.count(False), mixture.count(True), 0 in stages, len(sizes) - 1 in stages]
-        earlier = found[table.rank[0] <= rank]
-        assert (earlier >= held).all(axis=1).any()
+        rank_counts = [mixture.count(False), mixture.count(True), 0 in stages, len(sizes) - 1 in stages]
+        earlier = place_counts[table.rank[0] <= rank]
+        assert (earlier >= rank_counts).all(axis=1).any()

@@ -23,7 +23,7 @@ Answer = tuple[FleetState, list[Order]]
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_world_survives_whatever_befalls_it(seed: int) -> None:
+def test_a_world_survives_its_faults(seed: int) -> None:
     assert run_seed(seed).steps > 0
 
 
@@ -44,7 +44,7 @@ def test_checkpoints_of_members_that_train_on_while_the_head_is_away_are_not_giv
     assert run_seed(64528).steps > 14
 
 
-def test_a_node_whose_last_words_of_an_epoch_were_lost_is_asked_what_it_holds() -> None:
+def test_a_node_whose_last_messages_of_an_epoch_were_lost_is_queried_for_its_snapshots() -> None:
     assert run_seed(44073).steps > 5
 
 
@@ -101,13 +101,13 @@ def believes_the_first_report_of_a_step(state: FleetState, event: m.CoreEvent, n
 
 
 def believes_one_node(state: FleetState, event: m.CoreEvent, now_s: float) -> Answer:
-    """The run ends because one node says that it cannot go on."""
+    """The run ends because one node reports that it cannot continue."""
     event = replace(event, unanimous=True) if isinstance(event, m.Fatal) else event
     return core.step(state, event, now_s)
 
 
 def convicts_without_a_second_computation(state: FleetState, event: m.CoreEvent, now_s: float) -> Answer:
-    """Whoever is blamed for a step is at fault, though the step is not finite elsewhere either."""
+    """A node that is blamed for a step is at fault, though the step is not finite elsewhere either."""
     doubt = state.doubt
     state, orders = core.step(state, event, now_s)
     if doubt is not None and doubt.nodes and state.doubt is not None and state.doubt.confirmed:
