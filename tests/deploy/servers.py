@@ -23,12 +23,12 @@ from free_ports import free_port
 PATIENCE_S = 150.0
 
 
-def wait_for(what: str, condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
-    """Waits until a condition holds."""
-    deadline_s = time.monotonic() + patience_s
+def wait_for(purpose: str, condition: Callable[[], bool]) -> None:
+    """Waits until a condition holds; the error names the ``purpose``."""
+    deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"in vain for {what}")
+            raise TimeoutError(f"in vain for {purpose}")
         time.sleep(0.1)
 
 
@@ -69,7 +69,7 @@ def _process(command: list[str], log: Path) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(PATIENCE_S)
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def test_through_a_recovery_every_expression_is_finite_and_an_alert_fires_and_re
         )
         asked = [one for one in asked if not any(name in one for name in absent)]
         for expression in asked:
-            wait_for(expression, lambda one=expression: finite(client, one), 30.0)
+            wait_for(expression, lambda one=expression: finite(client, one))
         rules = [rule for group in client.get("rules")["groups"] for rule in group["rules"]]
         assert [(rule["name"], rule["lastError"]) for rule in rules if rule["health"] != "ok"] == []
         assert client.values('phalanx_lost_steps_total{run="run"}')[0] >= 0

@@ -181,10 +181,21 @@ def running_fleet(
     steps: int = 60,
     hold_at: int | None = None,
     broken_gpus: dict[str, str] | None = None,
+    coordinator_first: bool = False,
     **changes: object,
 ) -> Iterator[Fleet]:
     """A fleet that has been started, its workers held at a step if one is given; ended and gone afterwards.
-    ``broken_gpus``: node -> the module that its agent takes for NVML."""
+
+    Args:
+        run_dir: The run's.
+        nodes: Nodes that train.
+        spares: Nodes beside them.
+        steps: Of the run.
+        hold_at: See ``Fleet.hold_at``.
+        broken_gpus: Node -> the module that its agent takes for NVML.
+        coordinator_first: Start the agents once the coordinator listens: they wait for it no longer than ``coordinator_lease_s``.
+        changes: Of fields of ``FLEET``.
+    """
     make_run(run_dir, replace(FLEET, nodes=nodes, spares=spares, **changes), steps)  # type: ignore[arg-type]
     fleet = Fleet(run_dir)
     if hold_at is not None:
@@ -193,6 +204,8 @@ def running_fleet(
         (fleet.modules_of(node) / "pynvml.py").write_text(source)
     try:
         fleet.start_coordinator()
+        if coordinator_first:
+            fleet.until(lambda _: True)
         for number in range(nodes + spares):
             fleet.start_agent(
                 f"node-{number}", *(["--started-as-spare"] if number >= nodes and broken_gpus else [])

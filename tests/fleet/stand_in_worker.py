@@ -152,6 +152,7 @@ class StandIn:
         for loop in (self.obey, self.pulse):
             threading.Thread(target=loop, daemon=True).start()
         if self.unfit.exists():
+            self.unfit.unlink()  # the worker that is started in its place is fit
             self.link.send(wl.Unfit("memory: 3 words read back wrongly"))
             return
         self.link.send(wl.Warm(os.getpid(), self.address))

@@ -76,6 +76,14 @@ def test_an_agent_with_another_torch_is_refused_by_the_name_of_its_host_and_an_o
     asyncio.run(scene())
 
 
+@pytest.fixture
+def _still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock stands still: however slow the test is, a clock is as far from the coordinator's as it was set."""
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
+
+
+@pytest.mark.usefixtures("_still_clock")
 @pytest.mark.parametrize(("ahead_s", "refused"), [(3600, True), (-3600, True), (20, False), (-100, False)])
 def test_an_agent_whose_clock_is_far_from_the_coordinators_is_refused_by_the_name_of_its_host(
     ahead_s: float, refused: bool
@@ -109,6 +117,7 @@ def test_what_is_no_time_is_no_clock_that_is_wrong(clock: str) -> None:
     assert CREDENTIALS.refusal(shown, "Attach") is None
 
 
+@pytest.mark.usefixtures("_still_clock")
 def test_names_that_no_host_has_are_not_kept() -> None:
     async def scene() -> None:
         async with Wire() as wire:
@@ -122,6 +131,7 @@ def test_names_that_no_host_has_are_not_kept() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.usefixtures("_still_clock")
 def test_where_all_other_clocks_are_apart_alike_it_is_the_coordinators_that_is_called_wrong() -> None:
     async def scene() -> None:
         async with Wire() as wire:

@@ -88,7 +88,7 @@ def test_the_launcher_tells_how_the_run_ended_and_leaves_nothing_behind(tmp_path
     out, _ = process.communicate(timeout=PATIENCE_S)
     assert json.loads(out) == ["finished", 0, "", []]
     assert fleet.result() == {"step": STEPS, "state": state_after(STEPS).hex()}
-    assert not processes_of(tmp_path)
+    wait_for(lambda: not processes_of(tmp_path))
 
 
 def test_ctrl_c_is_one_wish_to_stop_and_the_launcher_says_that_one_can_go_on(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_ctrl_c_is_one_wish_to_stop_and_the_launcher_says_that_one_can_go_on(tmp
     status, code, words, left = json.loads(out)
     assert (status, code, left) == ("stopped", 75, [])
     assert words.startswith("stopped; steps 1 to 2"), "these workers save nothing, and that is told"
-    assert not processes_of(tmp_path)
+    wait_for(lambda: not processes_of(tmp_path))
 
 
 def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_an_operator_gives_nodes_back_and_the_launcher_starts_them_again_when_mo
     process, fleet = launched(tmp_path, hold_at=20)
     run = str(tmp_path)
     try:
-        fleet.held(20)
+        fleet.until(lambda seen: seen.step >= 20 and len(seen.members) == 3)  # with its spare
         too_many = phalanx("fleet", "shrink", run, "--by", "3")
         assert too_many.returncode == 1
         assert "0 nodes would be left, and the run needs 1" in too_many.stderr

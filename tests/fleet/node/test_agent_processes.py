@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,6 +64,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def wait_until_ended(pids: list[int]) -> None:
+    """Wait until processes that were killed have ended, which the kernel does in its own time."""
+    wait_for(lambda: not any(alive(pid) for pid in pids))
+
+
 def test_an_undisturbed_run_ends_and_leaves_no_process(tmp_path: Path) -> None:
     with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=HELD) as fleet:
         fleet.gathered(HELD)
@@ -72,7 +78,7 @@ def test_an_undisturbed_run_ends_and_leaves_no_process(tmp_path: Path) -> None:
         for process in (*fleet.agents.values(), fleet.coordinator):
             assert process is not None
             assert process.wait(timeout=PATIENCE_S) == 0
-        assert not any(alive(pid) for pid in workers)
+        wait_until_ended(workers)  # an agent kills its workers, and waits half a second for them
 
 
 def test_a_killed_worker_is_replaced_and_its_state_comes_from_its_nodes_memory(tmp_path: Path) -> None:
@@ -124,7 +130,7 @@ def test_a_stopped_node_is_lost_after_its_lease_and_comes_back_as_another_incarn
         for pid in (orphan, fleet.agents[victim].pid):
             os.kill(pid, signal.SIGCONT)
         fleet.until(lambda seen: member(seen, victim).role != "lost")
-        wait_for(lambda: not alive(orphan))
+        wait_until_ended([orphan])
         ends_well(fleet)
 
 
@@ -134,10 +140,10 @@ def test_a_stopped_worker_is_killed_by_its_agent_and_replaced(tmp_path: Path) ->
         (victim,) = fleet.workers("node-1")
         os.kill(victim, signal.SIGSTOP)
         fleet.held(HELD, epoch=1)
-        assert not alive(victim)
-        assert ends_well(fleet).recoveries == 1
+        wait_until_ended([victim])
         # The coordinator's note depends on what it reads first: the worker's silence, a peer's collective, or the node's next heartbeat.
-        assert "was killed by SIGKILL by its agent" in fleet.logs()
+        wait_for(lambda: "was killed by SIGKILL by its agent" in fleet.logs())
+        assert ends_well(fleet).recoveries == 1
 
 
 def test_training_goes_on_without_the_coordinator_and_a_new_one_knows_what_the_old_one_knew(
@@ -174,7 +180,7 @@ def test_a_killed_agent_takes_its_workers_with_it(tmp_path: Path) -> None:
         workers = fleet.workers(victim)
         fleet.agents[victim].kill()  # the agent alone, not its group
         fleet.agents.pop(victim).wait()
-        wait_for(lambda: not any(alive(pid) for pid in workers))
+        wait_until_ended(workers)
         ends_well(fleet)
 
 
@@ -201,7 +207,8 @@ def test_several_faults_at_random_moments_change_nothing(seed: int, tmp_path: Pa
                 fleet.start_agent(node)
             else:
                 for pid in fleet.workers(node):
-                    os.kill(pid, signal.SIGKILL if kind == "worker" else signal.SIGSTOP)
+                    with suppress(ProcessLookupError):  # it has ended since
+                        os.kill(pid, signal.SIGKILL if kind == "worker" else signal.SIGSTOP)
         assert fleet.result()["state"] == state_after(300).hex()
 
 
@@ -254,17 +261,14 @@ def test_without_health_checks_nobody_asks(tmp_path: Path) -> None:
 
 def test_a_node_whose_worker_died_is_checked_before_it_is_offered_again(tmp_path: Path) -> None:
     with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=HELD, health_checks=True) as fleet:
-        victim = holders(fleet.held(HELD))[1]
-        mark = tmp_path / f"unfit-{victim}"
-        mark.touch()
+        victim = holders(fleet.gathered(HELD))[1]  # with a spare that is ready, it is not needed again
+        (tmp_path / f"unfit-{victim}").touch()
         os.kill(fleet.workers(victim)[0], signal.SIGKILL)
         seen = fleet.until(lambda seen: member(seen, victim).role == "quarantined")
         assert member(seen, victim).reason == "health: worker 0: memory: 3 words read back wrongly"
         seen = fleet.held(HELD, epoch=1)
         assert victim not in holders(seen)
-        mark.unlink()
         credentials = credentials_of(tmp_path, read_resolved(RunDirectory(tmp_path)), 0, None)
-        fleet.until(lambda _: "worker 0 ended with code 0" in fleet.logs())
         asyncio.run(operate(seen.coordinator, credentials, Admit(victim)))
         fleet.until(lambda seen: member(seen, victim).role == "spare")
         assert ends_well(fleet).recoveries == 1
@@ -303,7 +307,7 @@ def test_agents_of_a_runs_last_start_take_part_in_the_next_one_with_their_memory
         spec = make_run(tmp_path, replace(FLEET, nodes=2, audit_every_steps=7), STEPS, attempts=2)
         fleet.start_coordinator("--attempt", "1")
         fleet.held(HELD, epoch=1)
-        assert not any(alive(pid) for pid in before), "no worker of the first start goes on"
+        wait_until_ended(before)
         assert min(restored_steps(fleet)) >= HELD - MOST_LOST, "the agents' memory is there"
         # A run that is another one, in the same place: these agents are of no use to it.
         fleet.kill_coordinator()
@@ -345,12 +349,14 @@ def test_tokens_are_changed_while_a_fleet_trains_and_the_earlier_ones_refused_af
 def test_agents_that_no_coordinator_leads_any_more_stop_their_workers_and_end_with_the_reason(
     tmp_path: Path,
 ) -> None:
-    with running_fleet(tmp_path, nodes=1, steps=STEPS, hold_at=HELD, coordinator_lease_s=5.0) as fleet:
+    with running_fleet(
+        tmp_path, nodes=1, steps=STEPS, hold_at=HELD, coordinator_first=True, coordinator_lease_s=5.0
+    ) as fleet:
         fleet.held(HELD)
-        (agent,), (worker,) = fleet.agents.values(), fleet.workers("node-0")
+        (agent,), workers = fleet.agents.values(), fleet.workers("node-0")
         fleet.kill_coordinator()
         assert agent.wait(timeout=PATIENCE_S) == 1
-        wait_for(lambda: not alive(worker))
+        wait_until_ended(workers)
         assert "error: node node-0: no coordinator for" in fleet.logs()
 
 
@@ -372,5 +378,5 @@ def test_a_node_whose_clock_is_wrong_is_kept_out_and_its_log_says_why(tmp_path: 
         seen = fleet.seen()
         assert seen is not None
         assert [one.name for one in seen.members] == ["node-0"]
-        agent_said = (tmp_path / "logs" / "node-1.log").read_text()
-        assert f"the clock of {socket.gethostname()} is 3600 s behind the coordinator's: set it" in agent_said
+        reason = f"the clock of {socket.gethostname()} is 3600 s behind the coordinator's: set it"
+        wait_for(lambda: reason in (tmp_path / "logs" / "node-1.log").read_text())

@@ -244,9 +244,12 @@ def test_a_worker_that_has_left_an_epoch_holds_nothing_of_it(make_driver: Any) -
     driver = make_driver(2)
     first, second = driver.nodes
     before = _sockets(first.process.pid)
+    driver.stop_after(2)
     driver.bind([first, second])
-    driver.wait_for_step(2)
+    driver.wait_until_stopped()
     assert _sockets(first.process.pid) > before
+    driver.order_out([first, second])
+    driver.go_on()
     driver.park([first, second])
     # Whoever holds the model holds its groups, and they their connections. A group closes its own a moment after it is gone;
     # the suite's timeout is the limit.
@@ -267,8 +270,11 @@ def test_workers_that_change_ranks_in_the_same_processes_keep_the_bits(
 ) -> None:
     driver = make_driver(3)  # by three the weights cannot be divided evenly
     first, second, third = driver.nodes
+    driver.stop_after(3)
     driver.bind([first, second, third])
-    driver.wait_for_step(3)
+    driver.wait_until_stopped()
+    driver.order_out([first, second, third], planned=True)
+    driver.go_on()
     driver.park([first, second, third], planned=True)
     driver.bind([second, third, first], driver.resume(driver.nodes))
     assert driver.finish() == undisturbed
@@ -321,9 +327,11 @@ def test_a_run_in_fixed_pieces_goes_on_with_half_of_a_slots_ranks_and_later_with
 
 def test_without_memory_the_newest_checkpoint_on_disk_is_taken(make_driver: Any, undisturbed: str) -> None:
     driver = make_driver(2, sharding="none")
+    driver.stop_after(7)
     driver.bind(driver.nodes)
-    driver.wait_for_step(7)
+    driver.wait_until_stopped()
     driver.nodes[1].kill()
+    driver.go_on()
     driver.park([driver.nodes[0]])
     driver.bind([driver.nodes[0]])
     assert driver.finish() == undisturbed
@@ -334,8 +342,11 @@ def test_snapshots_that_cannot_be_read_are_tried_again_and_then_all_turn_to_the_
     make_driver: Any, undisturbed: str
 ) -> None:
     driver = make_driver(2)
+    driver.stop_after(7)
     driver.bind(driver.nodes)
-    driver.wait_for_step(7)
+    driver.wait_until_stopped()
+    driver.order_out(driver.nodes)
+    driver.go_on()
     driver.park(driver.nodes)
     nowhere = FromMemory(7, 3, (Holder((0, 1, 2), "nowhere", "127.0.0.1", 1),))
     for _ in range(2):
