@@ -27,7 +27,7 @@ from store.faulty_proxy import FaultyProxy
 
 
 def scattered_dataset(folder: Path, megabytes: int, shards: int) -> Path:
-    """A dataset of so many blocks, in several shards, that a short run still asks for new ones when it ends."""
+    """A dataset of so many blocks, in several shards, that a short run still reads new ones when it ends."""
     chance = random.Random(5)
     documents = [Document(f"document-{n}", chance.randbytes(5_000).hex()) for n in range(100 * megabytes)]
     tokens = sum(len(document.text) + 1 for document in documents)
@@ -50,21 +50,21 @@ def fill_half(url: str, cache: Path) -> None:
 
 @dataclass(frozen=True)
 class Mishap:
-    """What befalls a run once ``at_step`` is in its event stream: "shrink", "grow", "outage", or a program of the fleet that is killed."""
+    """An event that befalls a run once ``at_step`` is in its event stream: "shrink", "grow", "outage", or a program of the fleet that is killed."""
 
     at_step: int
-    what: str
+    kind: str
 
 
 def drawn(seed: int, steps: int) -> list[Mishap]:
     """Three processes killed, the store away, and the fleet made smaller and larger again, in an order that the seed draws."""
     chance = random.Random(seed)
-    whats = ["agent", "worker", "shrink", "grow", "outage", chance.choice(("agent", "worker", "coordinator"))]
-    chance.shuffle(whats)
-    smaller, larger = sorted((whats.index("shrink"), whats.index("grow")))
-    whats[smaller], whats[larger] = "shrink", "grow"
-    places = sorted(chance.sample(range(2, steps - 4), len(whats)))
-    return [Mishap(place, what) for place, what in zip(places, whats, strict=True)]
+    kinds = ["agent", "worker", "shrink", "grow", "outage", chance.choice(("agent", "worker", "coordinator"))]
+    chance.shuffle(kinds)
+    smaller, larger = sorted((kinds.index("shrink"), kinds.index("grow")))
+    kinds[smaller], kinds[larger] = "shrink", "grow"
+    places = sorted(chance.sample(range(2, steps - 4), len(kinds)))
+    return [Mishap(place, kind) for place, kind in zip(places, kinds, strict=True)]
 
 
 def befall(
@@ -89,23 +89,23 @@ def befall(
         if len(happened) == len(mishaps) or steps_done(run_dir) < mishaps[len(happened)].at_step:
             continue
         mishap = mishaps[len(happened)]
-        if mishap.what == "outage":
+        if mishap.kind == "outage":
             proxy.upstream_port, back_s = 1, time.monotonic() + outage_s  # nothing answers there
-        elif not _done(mishap.what, process.pid, run_dir, chance):
+        elif not _done(mishap.kind, process.pid, run_dir, chance):
             continue
         happened.append(mishap)
     proxy.upstream_port = port
     return happened
 
 
-def _done(what: str, launcher: int, run_dir: Path, chance: random.Random) -> bool:
+def _done(kind: str, launcher: int, run_dir: Path, chance: random.Random) -> bool:
     """True if a process was killed, or the coordinator has agreed to another size; it may be gone just now."""
-    if what in ("shrink", "grow"):
+    if kind in ("shrink", "grow"):
         with suppress(click.ClickException):
-            request = Shrink(1, ()) if what == "shrink" else Grow(1)
+            request = Shrink(1, ()) if kind == "shrink" else Grow(1)
             return send_request(run_dir, request, None).startswith("accepted")
         return False
-    victims = programs(launcher)[what]
+    victims = programs(launcher)[kind]
     if victims:
         with suppress(ProcessLookupError):
             os.kill(chance.choice(victims), signal.SIGKILL)

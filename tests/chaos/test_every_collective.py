@@ -54,7 +54,7 @@ PIPELINE_TENSOR = ParallelSpec(pipeline=2, tensor=2)
 
 
 class Gone:
-    """Said for a worker that has died."""
+    """Message in the place of those of a worker that has died."""
 
 
 class SweptNode(Node):
@@ -64,10 +64,10 @@ class SweptNode(Node):
         self.stuck = 0
         super().__init__(spec, number, program)
 
-    def tell(self, said: Any) -> None:
+    def tell(self, message: Any) -> None:
         """As ever; the dead do not listen."""
         with suppress(EndedError):
-            super().tell(said)
+            super().tell(message)
 
     def hear(self, kind: Any, patience_s: float = PATIENCE_S) -> Any:
         """As ever, but nobody waits for ``JoinedEpoch``: an epoch may break before."""
@@ -76,17 +76,17 @@ class SweptNode(Node):
     def left(self) -> LeftEpoch | Gone:
         """The worker's answer to ``LeaveEpoch``. One that does not leave, its agent would kill; so it is here."""
         try:
-            said = self.hear((LeftEpoch, Gone), LEAVE_S)
+            message = self.hear((LeftEpoch, Gone), LEAVE_S)
         except queue.Empty:
             self.stuck += 1
-            self.process.send_signal(signal.SIGUSR1)  # its log then says where it hangs
+            self.process.send_signal(signal.SIGUSR1)  # its log then shows where it hangs
             time.sleep(0.2)
             self.process.kill()
-            said = self.hear((LeftEpoch, Gone))
-            if isinstance(said, LeftEpoch):
-                said = self.hear(Gone)
-        assert isinstance(said, LeftEpoch | Gone)
-        return said
+            message = self.hear((LeftEpoch, Gone))
+            if isinstance(message, LeftEpoch):
+                message = self.hear(Gone)
+        assert isinstance(message, LeftEpoch | Gone)
+        return message
 
     def _read(self, link: FramedConnection) -> None:
         super()._read(link)
@@ -112,9 +112,9 @@ class Sweep(Driver):
             members, spares = self._replace(members, spares, dead)
 
     def _newest(self) -> Resume:
-        held = any(node.memory.holdings() for node in self.nodes)
+        holds_any = any(node.memory.holdings() for node in self.nodes)
         try:
-            return self.resume(self.nodes) if held else Fresh()
+            return self.resume(self.nodes) if holds_any else Fresh()
         except ValueError:  # no step is held by all of a layout's ranks yet
             return Fresh()
 
@@ -123,9 +123,9 @@ class Sweep(Driver):
         for node in members:
             node.tell(LeaveEpoch(self.epoch))
         for node in members:
-            said = Gone() if node in dead else node.left()
-            if isinstance(said, LeftEpoch):
-                self.meeting[node.number] = said.meeting_point
+            message = Gone() if node in dead else node.left()
+            if isinstance(message, LeftEpoch):
+                self.meeting[node.number] = message.meeting_point
             elif node not in dead:
                 dead.append(node)
         return dead
@@ -148,14 +148,14 @@ def _first_news(members: list[Node]) -> tuple[Node, Any]:
     while time.monotonic() < deadline_s:
         for node in members:
             try:
-                said = node.said.get(timeout=0.002)
+                message = node.said.get(timeout=0.002)
             except queue.Empty:
                 continue
             deadline_s = time.monotonic() + PATIENCE_S
-            over = isinstance(said, TrainingFinished) and node is members[0]
-            if over or isinstance(said, EpochBroken | Gone):
-                return node, said
-    raise AssertionError(f"for {PATIENCE_S} s no worker said anything: the fleet hangs")
+            over = isinstance(message, TrainingFinished) and node is members[0]
+            if over or isinstance(message, EpochBroken | Gone):
+                return node, message
+    raise AssertionError(f"for {PATIENCE_S} s no worker sent anything: the fleet hangs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,8 +183,8 @@ class Fleet:
         spec = dataclasses.replace(self.spec, train=train, run_dir=str(run_dir))
         sweep = Sweep(spec, self.ranks + 1, breaks)
         try:
-            found = sweep.live(self.ranks)
-            return Outcome(found, run_dir, sum(node.stuck for node in sweep.nodes))
+            weights_sha256 = sweep.live(self.ranks)
+            return Outcome(weights_sha256, run_dir, sum(node.stuck for node in sweep.nodes))
         finally:
             sweep.close()
 
@@ -259,26 +259,26 @@ def plan(seen: list[dict[str, list[str]]], choose: Choose) -> list[Break]:
 
 def numbers(run_dir: Path) -> dict[int, set[tuple[float, float, int]]]:
     """Loss, gradient norm and tokens of each step, as often as it was computed with another outcome."""
-    found: dict[int, set[tuple[float, float, int]]] = {}
+    outcomes: dict[int, set[tuple[float, float, int]]] = {}
     for event in read_events(run_dir / "events.jsonl"):
         if isinstance(event.body, Step):
-            found.setdefault(event.body.step, set()).add(
+            outcomes.setdefault(event.body.step, set()).add(
                 (event.body.loss, event.body.grad_norm, event.body.tokens)
             )
-    return found
+    return outcomes
 
 
 def sweep(fleet: Fleet, choose: Choose) -> None:
-    """Breaks what ``choose`` says, and compares with an undisturbed run of as many steps."""
+    """Break the collectives that ``choose`` returns, and compare with an undisturbed run of as many steps."""
     seen = fleet.collectives()
     breaks = plan(seen, choose)
-    in_steps = sum(one.place not in (START, END) for one in breaks)
+    in_steps = sum(planned.place not in (START, END) for planned in breaks)
     steps = FIRST_BROKEN_STEP + in_steps
     calm = fleet.run("calm", steps, [])
     begin = time.monotonic()
     broken = fleet.run("broken", steps, breaks)
     seconds = time.monotonic() - begin
-    lost = [one.lost_steps for one in recoveries(read_events(broken.run_dir / "events.jsonl"), 0)]
+    lost = [recovery.lost_steps for recovery in recoveries(read_events(broken.run_dir / "events.jsonl"), 0)]
     print(
         f"{len(breaks)} breaks ({in_steps} in steps), {seconds:.0f} s; {sum(lost)} steps computed again, "
         f"{broken.stuck} workers did not leave"
@@ -312,6 +312,6 @@ def test_a_break_before_any_collective_of_pipelines_of_tensor_ranks_leaves_no_tr
 
 
 def test_the_sweep_comes_by_all_that_a_step_does(make_fleet: Any) -> None:
-    found = phases(make_fleet(ZERO3, 2).collectives())
-    wanted = {"forward", "backward", "reduction", "loss", "clipping", "evaluation"}
-    assert found >= wanted | {"hash of the weights", "checkpoint"}, found
+    entered = phases(make_fleet(ZERO3, 2).collectives())
+    expected = {"forward", "backward", "reduction", "loss", "clipping", "evaluation"}
+    assert entered >= expected | {"hash of the weights", "checkpoint"}, entered

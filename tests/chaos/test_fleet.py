@@ -28,8 +28,8 @@ pytestmark = pytest.mark.timeout(0)
 
 def fleet_run(run_file: Path, folder: Path, *arguments: str) -> dict[str, Any]:
     """The result of a fleet of three nodes and a spare, which are not checked before they are offered: that takes as long as ten steps."""
-    wanted = ("fleet.heartbeat_s=1", "fleet.lease_s=4", "fleet.health_checks=false")
-    settings = [part for one in wanted for part in ("--set", one)]
+    fields = ("fleet.heartbeat_s=1", "fleet.lease_s=4", "fleet.health_checks=false")
+    settings = [part for field in fields for part in ("--set", field)]
     command = [
         "train",
         str(run_file),
@@ -105,8 +105,11 @@ def test_nodes_with_a_nan_and_with_a_corrupted_gradient_are_found_and_quarantine
     fleet = json.loads((tmp_path / "run" / "fleet.json").read_text())
     roles = [member["role"] for member in fleet["members"]]
     assert roles.count("quarantined") == 2
-    assert any("step 3 is finite where other nodes compute it" in one["what"] for one in fleet["happenings"])
-    assert any("computed wrongly by rank 1" in one["what"] for one in fleet["happenings"])
+    assert any(
+        "step 3 is finite where other nodes compute it" in happening["what"]
+        for happening in fleet["happenings"]
+    )
+    assert any("computed wrongly by rank 1" in happening["what"] for happening in fleet["happenings"])
 
 
 @pytest.mark.slow
@@ -120,8 +123,9 @@ def test_a_flipped_parameter_of_a_replica_is_found_and_the_bits_kept(
     (recovery,) = result["recoveries"]
     fleet = json.loads((tmp_path / "run" / "fleet.json").read_text())
     assert any(
-        "replicas' parameters to differ, the wrong ones on rank 1; all is good up to step 6" in one["what"]
-        for one in fleet["happenings"]
+        "replicas' parameters to differ, the wrong ones on rank 1; all is good up to step 6"
+        in happening["what"]
+        for happening in fleet["happenings"]
     ), "step 7 began with equal parameters, step 9 did not"
     assert recovery["lost_steps"] == 2
 
@@ -130,7 +134,7 @@ def test_a_flipped_parameter_of_a_replica_is_found_and_the_bits_kept(
 def test_who_a_hanging_fleet_waits_for_is_named_with_the_collective_and_replaced(
     run_file: Path, undisturbed: str, tmp_path: Path
 ) -> None:
-    # Its main thread sleeps, its pulse goes on: only what the others wait for tells.
+    # Its main thread sleeps, its pulse goes on: only the collectives of the others show it.
     result = fleet_run(
         run_file,
         tmp_path,
@@ -140,9 +144,17 @@ def test_who_a_hanging_fleet_waits_for_is_named_with_the_collective_and_replaced
     assert result["weights_sha256"] == undisturbed
     assert len(result["recoveries"]) == 1
     fleet = json.loads((tmp_path / "run" / "fleet.json").read_text())
-    (finding,) = (one["what"] for one in fleet["happenings"] if one["what"].startswith("epoch 0 hangs"))
+    (finding,) = (
+        happening["what"]
+        for happening in fleet["happenings"]
+        if happening["what"].startswith("epoch 0 hangs")
+    )
     assert re.search(r"rank 1: gloo:\w+ number \d+ of group \w+: ranks 0, 2 wait for rank 1", finding)
-    ended = next(one["what"] for one in fleet["happenings"] if one["what"].startswith("leave epoch 0"))
+    ended = next(
+        happening["what"]
+        for happening in fleet["happenings"]
+        if happening["what"].startswith("leave epoch 0")
+    )
     assert "node-1: hangs" in ended
 
 
@@ -181,7 +193,7 @@ AXES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], set[tuple[int, int]
     ),
 }
 """Nodes of a fleet, what the run fixes, how the fleet divides it, and the degrees of tensor and context before and after a node is lost; of
-two that may fall, the planner has said which falls first."""
+two that may fall, the planner has chosen the first."""
 
 
 @pytest.mark.slow
@@ -191,7 +203,7 @@ def test_random_faults_that_change_the_degree_of_any_axis_change_no_bit(
     axis: str, seed: int, run_file: Path, tmp_path: Path
 ) -> None:
     nodes, fixed, divided, degrees = AXES[axis]
-    pieces, division = ([part for one in sets for part in ("--set", one)] for sets in (fixed, divided))
+    pieces, division = ([part for field in sets for part in ("--set", field)] for sets in (fixed, divided))
     one_rank = ["--ranks", "1", "--run-dir", str(tmp_path / "alone")]
     alone = last_json(run(["train", str(run_file), "--json", *one_rank, *pieces], tmp_path))
     draw = Random(seed)
@@ -201,7 +213,7 @@ def test_random_faults_that_change_the_degree_of_any_axis_change_no_bit(
     assert result["weights_sha256"] == alone["weights_sha256"]
     events = read_events(tmp_path / "run" / "events.jsonl")
     layouts = [event.body.layout for event in events if isinstance(event.body, RunStarted)]
-    taken = [(one.get("tensor", 1), one.get("context", 1)) for one in layouts]
+    taken = [(layout.get("tensor", 1), layout.get("context", 1)) for layout in layouts]
     # A busy machine may let a fleet begin before its last node has come, which then takes the smaller degree first.
     if taken[0] == max(degrees):
         if degrees == {(2, 2)}:
@@ -238,8 +250,8 @@ def test_a_slow_rank_is_replaced_by_a_spare_and_no_step_is_lost(
     assert any(member["role"] == "quarantined" for member in fleet["members"])
     with RankStream(tmp_path / "run" / "ranks.bin") as stream:
         first = newest_windows(stream, 100, attempt=0)
-        found = slowest("compute_s", values_of(stream, "compute_s", first), Layout(replicate=3), 1)
-    assert found[0].rank == 1
+        ranking = slowest("compute_s", values_of(stream, "compute_s", first), Layout(replicate=3), 1)
+    assert ranking[0].rank == 1
 
 
 @pytest.mark.slow

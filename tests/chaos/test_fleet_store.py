@@ -83,7 +83,7 @@ def test_a_fleet_that_loses_nodes_while_they_upload_and_then_its_disk_goes_on_fr
 
 
 @pytest.mark.slow
-def test_a_fleet_that_is_stopped_waits_for_its_copies_and_asked_again_ends_and_the_next_start_makes_them(
+def test_a_fleet_that_is_stopped_waits_for_its_copies_and_at_a_second_request_ends_and_the_next_start_makes_them(
     run_file: Path, undisturbed: str, tmp_path: Path, url: str
 ) -> None:
     run_dir, slow = tmp_path / "run", ("--set", "checkpoint.store_mib_s=0.001")

@@ -57,7 +57,9 @@ def hash_of(words: list[str], folder: Path) -> str:
 def test_an_interruption_of_a_fork_changes_neither_the_child_nor_the_bits(
     tmp_path: Path, file: Path, fleet: list[str], order: signal.Signals
 ) -> None:
-    whole = hash_of(["train", str(file), "--ranks", "1", "--run-dir", str(tmp_path / "whole")], tmp_path)
+    undisturbed = hash_of(
+        ["train", str(file), "--ranks", "1", "--run-dir", str(tmp_path / "whole")], tmp_path
+    )
     train = ["train", str(file), "--run-dir", str(tmp_path / "run")]
     process = start([*train, *(fleet or ["--ranks", "2"])], tmp_path, kind=subprocess.Popen)
     # In the second child: the first one has been saved.
@@ -75,7 +77,7 @@ def test_an_interruption_of_a_fork_changes_neither_the_child_nor_the_bits(
         os.kill(process.pid, order)
         process.communicate(timeout=240)
         wait_until_gone(ranks)
-    assert hash_of([*train, *(fleet or ["--ranks", "3"])], tmp_path) == whole
+    assert hash_of([*train, *(fleet or ["--ranks", "3"])], tmp_path) == undisturbed
     taken = [body for body in kinds(tmp_path / "run") if isinstance(body, ChildTaken)]
     assert {(body.step, body.candidate) for body in taken} == {(SPIKE, "skip")}
     assert any(isinstance(body, ChildTrained) and body.again for body in kinds(tmp_path / "run"))

@@ -49,7 +49,7 @@ def hash_after_kill(run_file: Path, folder: Path, seed: int, victim: str) -> str
     assert process.returncode != 0 or directory.result.exists()
     if victim == "rank" and process.returncode != 0:
         assert "was killed by SIGKILL" in err
-        assert "phalanx train" in err  # what to do next
+        assert "phalanx train" in err  # the command to continue
     deadline = time.monotonic() + TIMEOUT_S
     while any(alive(pid) for pid in ranks):  # the kernel kills them, but not in the same instant
         assert time.monotonic() < deadline, "a rank outlived the launcher"
@@ -83,7 +83,7 @@ def test_after_sigkill_at_many_moments_the_run_goes_on_to_the_same_weights(
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"]
 )
-def test_asked_to_stop_it_saves_the_step_it_is_at_and_says_how_to_go_on(
+def test_a_stopped_run_saves_its_current_step_and_prints_how_to_go_on(
     number: signal.Signals, run_file: Path, undisturbed: str, tmp_path: Path
 ) -> None:
     command = [
@@ -111,7 +111,7 @@ def test_asked_to_stop_it_saves_the_step_it_is_at_and_says_how_to_go_on(
     assert last_json(done)["weights_sha256"] == undisturbed
 
 
-def test_asked_to_stop_before_it_has_begun_it_stops_as_well(run_file: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_before_it_has_begun_stops_as_well(run_file: Path, tmp_path: Path) -> None:
     train = ["train", str(run_file), "--run-dir", str(tmp_path / "run"), *ENDLESS]
     process = start([*train, "--ranks", "2"], tmp_path)
     wait_until(lambda: len(children(process.pid)) == 2, process)
@@ -142,7 +142,9 @@ def test_a_stop_names_the_checkpoint_that_is_kept_also_if_the_last_save_fails(
     assert f"stopped; the newest checkpoint is of step {kept};" in " ".join(out.split())
 
 
-def test_asked_twice_it_ends_at_once_and_says_that_steps_are_lost(run_file: Path, tmp_path: Path) -> None:
+def test_a_second_request_to_stop_ends_a_run_at_once_and_it_prints_that_steps_are_lost(
+    run_file: Path, tmp_path: Path
+) -> None:
     slow = ["--set", "checkpoint.every_steps=1000", *ENDLESS]
     process = start(
         ["train", str(run_file), "--run-dir", str(tmp_path / "run"), "--ranks", "1", *slow], tmp_path
@@ -160,7 +162,9 @@ def test_asked_twice_it_ends_at_once_and_says_that_steps_are_lost(run_file: Path
     assert "without saving; there is no checkpoint yet" in " ".join(out.split())
 
 
-def test_asked_to_stop_while_a_rank_builds_its_model_it_stops_at_once(run_file: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_while_a_rank_builds_its_model_stops_at_once(
+    run_file: Path, tmp_path: Path
+) -> None:
     (tmp_path / "slow_model.py").write_text(
         "import pathlib, time\ndef build(spec):\n    pathlib.Path('building').touch()\n    time.sleep(3600)\n"
     )
@@ -174,7 +178,7 @@ def test_asked_to_stop_while_a_rank_builds_its_model_it_stops_at_once(run_file: 
     assert process.returncode == 75
 
 
-def test_a_fleet_asked_to_stop_before_its_coordinator_listens_stops_as_well(
+def test_a_fleet_that_is_stopped_before_its_coordinator_listens_stops_as_well(
     run_file: Path, tmp_path: Path
 ) -> None:
     train = ["train", str(run_file), "--run-dir", str(tmp_path / "run"), *ENDLESS]

@@ -72,7 +72,7 @@ def test_a_run_from_a_failing_store_on_a_fleet_that_is_killed_and_resized_ends_w
     with faulty_proxy(s3_server.port, faults, seed) as proxy:
         for name, value in s3_server.behind(proxy.port).items():
             monkeypatch.setitem(phalanx_process.ENVIRONMENT, name, value)
-        # Executed: whom to kill is told by command lines, and those of what is forked are the template's.
+        # Executed: victims are chosen by command lines, and those of forked programs are the template's.
         command = [*train, "--nodes", "3", "--spares", "1"]
         process = start(command, tmp_path, kind=subprocess.Popen)
         mishaps = drawn(seed, STEPS)

@@ -18,11 +18,11 @@ MINUTES = 130
 
 
 def require(program: str) -> str:
-    """The path of a program of Debian's; the test is skipped, and says so, where it is missing."""
-    found = shutil.which(program)
-    if found is None:
+    """The path of a program of Debian's; the test is skipped with a message where it is missing."""
+    path = shutil.which(program)
+    if path is None:
         pytest.skip(f"{program} is not installed: make servers")
-    return found
+    return path
 
 
 def alerts() -> list[dict[str, object]]:
@@ -37,7 +37,7 @@ def expressions() -> list[str]:
 
 
 def names_in(expression: str) -> set[str]:
-    """The names of our own series that an expression asks for."""
+    """The names of our own series that an expression reads."""
     return set(re.findall(r"\b(?:phalanx_\w+|DCGM_\w+|phalanx:[\w:]+|vllm:\w+)", expression))
 
 

@@ -53,12 +53,12 @@ class Prometheus:
 
     def values(self, expression: str) -> list[float]:
         """The values of an expression's series now."""
-        found = self.get("query", query=expression)
-        if found is None:
+        data = self.get("query", query=expression)
+        if data is None:
             return []
-        if found["resultType"] == "scalar":
-            return [float(found["result"][1])]
-        return [float(series["value"][1]) for series in found["result"]]
+        if data["resultType"] == "scalar":
+            return [float(data["result"][1])]
+        return [float(series["value"][1]) for series in data["result"]]
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def prometheus(
         targets: The URL that lists the targets.
         alertmanager: "host:port".
         shorten: Changes the text of each file of rules.
-        ui: The URL of a ``phalanx ui`` that is asked too; then the configuration is the one for it.
+        ui: The URL of a ``phalanx ui`` that is scraped too; then the configuration is the one for it.
     """
     program = require("prometheus")
     settings = yaml.safe_load((DEPLOY / "prometheus" / ("ui.yml" if ui else "http-sd.yml")).read_text())
@@ -97,8 +97,8 @@ def prometheus(
         "scrape_timeout": "500ms",
     }
     job, *more = settings["scrape_configs"]
-    for one in more:
-        one["static_configs"] = [{"targets": [urllib.parse.urlsplit(ui).netloc]}]
+    for scrape_config in more:
+        scrape_config["static_configs"] = [{"targets": [urllib.parse.urlsplit(ui).netloc]}]
     job["http_sd_configs"] = [{"url": targets, "refresh_interval": "1s"}]
     managers = [alertmanager] if alertmanager else []
     settings["alerting"]["alertmanagers"] = [{"static_configs": [{"targets": managers}]}]
@@ -129,13 +129,13 @@ class Receiver:
                 self.end_headers()
 
             def log_message(self, *_arguments: object) -> None:
-                """Says nothing."""
+                """Log nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def statuses(self, name: str) -> list[str]:
-        """What was told of an alert, in order."""
+        """The statuses of an alert that were received, in order."""
         return [alert["status"] for alert in self.alerts if alert["labels"]["alertname"] == name]
 
 
@@ -146,8 +146,8 @@ def alertmanager(folder: Path, receiver: Receiver) -> Iterator[str]:
     settings = yaml.safe_load((DEPLOY / "alertmanager" / "alertmanager.yml").read_text())
     for route in (settings["route"], *settings["route"]["routes"]):
         route |= {"group_wait": "0s", "group_interval": "500ms", "repeat_interval": "1h"}
-    for one in settings["receivers"]:
-        one["webhook_configs"][0]["url"] = f"http://127.0.0.1:{receiver.server.server_port}/"
+    for receiver_config in settings["receivers"]:
+        receiver_config["webhook_configs"][0]["url"] = f"http://127.0.0.1:{receiver.server.server_port}/"
     folder.mkdir(parents=True)
     (folder / "alertmanager.yml").write_text(yaml.safe_dump(settings))
     address = f"127.0.0.1:{free_port()}"

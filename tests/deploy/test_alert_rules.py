@@ -47,8 +47,8 @@ ALL_METRICS = SERVED | {
     metric.name
     for metric in (
         *(
-            one.metric
-            for one in (*RUN_METRICS, *FLEET_METRICS, *AGENT_METRICS, *MACHINE_METRICS, *GPU_METRICS)
+            derived.metric
+            for derived in (*RUN_METRICS, *FLEET_METRICS, *AGENT_METRICS, *MACHINE_METRICS, *GPU_METRICS)
         ),
         *(*NODE_METRICS, SOFTWARE, XID, *EXPORTER_METRICS, *WATCHED_METRICS),
     )
@@ -87,14 +87,14 @@ def test_every_alert_has_its_trouble() -> None:
 
 
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: str(rule["alert"]))
-def test_an_alert_says_cause_evidence_and_the_next_command(rule: dict[str, dict[str, str]]) -> None:
+def test_an_alert_has_cause_evidence_and_the_next_command(rule: dict[str, dict[str, str]]) -> None:
     assert set(rule["annotations"]) == {"summary", "cause", "evidence", "next"}
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     command = rule["annotations"]["next"].split()
     assert command[0] == "chronyc" or (command[0] == "phalanx" and command[1] in _COMMANDS)
 
 
-def test_every_expression_can_be_parsed_and_asks_only_for_what_there_is() -> None:
+def test_every_expression_can_be_parsed_and_queries_only_series_that_exist() -> None:
     recorded = set(re.findall(r"record: (\S+)", (RULES / "recording.yml").read_text()))
     for expression in expressions():
         promql_parser.parse(expression)
@@ -112,7 +112,7 @@ def test_the_throttle_reasons_that_raise_an_alert_are_those_of_the_health_checks
     assert {int(bit) for bit in re.findall(r"/ (\d+)\) % 2", str(rule["expr"]))} == set(THROTTLED)
 
 
-def test_what_an_alert_of_its_own_tells_is_not_told_again_as_a_reason() -> None:
+def test_a_reason_with_an_alert_of_its_own_raises_no_second_one() -> None:
     rules = yaml.safe_load((DEPLOY / "alertmanager" / "alertmanager.yml").read_text())["inhibit_rules"]
     pairs = [
         (match[1], code)
@@ -122,7 +122,7 @@ def test_what_an_alert_of_its_own_tells_is_not_told_again_as_a_reason() -> None:
         if match
     ]
     named = {str(rule["alert"]) for rule in alerts()}
-    assert {one for sources, _ in pairs for one in sources.split("|")} <= named
+    assert {name for sources, _ in pairs for name in sources.split("|")} <= named
     assert {code for _, codes in pairs for code in codes.split("|")} <= set(CODES)
     assert len(pairs) > 10
 
@@ -134,5 +134,5 @@ def test_a_run_that_is_dead_has_one_alert() -> None:
     ]
     assert rule["equal"] == ["run"]
     (kept,) = re.fullmatch(r'alertname!~"(.*)"', rule["target_matchers"][0]).groups()  # type: ignore[union-attr]
-    told = {str(alert["alert"]) for alert in alerts()} - set(kept.split("|"))
-    assert {"PhalanxNoStep", "PhalanxNotFinite", "PhalanxCritical", "PhalanxCheckpointFailing"} <= told
+    inhibited = {str(alert["alert"]) for alert in alerts()} - set(kept.split("|"))
+    assert {"PhalanxNoStep", "PhalanxNotFinite", "PhalanxCritical", "PhalanxCheckpointFailing"} <= inhibited

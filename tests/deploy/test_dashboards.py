@@ -29,15 +29,15 @@ def test_the_files_are_what_the_code_writes(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text() == (DEPLOY / "grafana" / name).read_text(), "run dashboards.py"
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)
-def test_every_expression_can_be_parsed_and_asks_only_for_what_there_is(dashboard: Dashboard) -> None:
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
+def test_every_expression_can_be_parsed_and_queries_only_series_that_exist(dashboard: Dashboard) -> None:
     recorded = set(re.findall(r"record: (\S+)", (RULES / "recording.yml").read_text()))
     for expression in dashboard.expressions:
         promql_parser.parse(filled(expression))
         assert names_in(expression) <= ALL_METRICS | recorded, expression
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
 def test_panels_have_identities_of_their_own_and_do_not_lie_on_each_other(dashboard: Dashboard) -> None:
     panels = json.loads(json.dumps(dashboard.to_json()["panels"]))
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -51,7 +51,7 @@ def test_panels_have_identities_of_their_own_and_do_not_lie_on_each_other(dashbo
     assert all(x < 24 for x, _ in cells)
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
 def test_units_are_those_of_the_panel_and_not_words_of_its_title(dashboard: Dashboard) -> None:
     units: dict[str, set[str]] = {}
     for panel in json.loads(json.dumps(dashboard.to_json()["panels"])):
@@ -61,7 +61,7 @@ def test_units_are_those_of_the_panel_and_not_words_of_its_title(dashboard: Dash
     assert units.get("Tokens a second", {"short"}) == {"short"}
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
 def test_no_panel_names_a_data_source_or_is_of_a_kind_that_grafana_has_removed(dashboard: Dashboard) -> None:
     text = json.dumps(dashboard.to_json())
     assert set(re.findall(r'"uid": "(\$\{\w+\})"', text)) == {"${datasource}"}

@@ -39,13 +39,15 @@ def test_prometheus_takes_every_series_of_a_run_from_the_endpoint(tmp_path: Path
     port = free_port(3)
     end = Endpoint(RunDirectory(run), ObserveSpec(metrics_port=port), 0, "", "127.0.0.1", print)
     end.start({"run": RunSampler(run).samples})
-    expected = {one.metric.name for one in run_samples(run)} | {one.name for one in EXPORTER_METRICS}
+    expected = {sample.metric.name for sample in run_samples(run)} | {
+        metric.name for metric in EXPORTER_METRICS
+    }
     with closing(end), prometheus(tmp_path / "prometheus", f"http://127.0.0.1:{port}/targets") as client:
         wait_for("a scrape", lambda: client.values('up{job="phalanx",run="run",node=""}') == [1.0])
         wait_for("its series", lambda: client.values("phalanx_loss") == [2.5])
-        found = set(client.get("label/__name__/values"))
-        assert {name for name in found if name.startswith("phalanx_")} == expected
-        kinds = {name: one[0]["type"] for name, one in client.get("metadata").items()}
+        names = set(client.get("label/__name__/values"))
+        assert {name for name in names if name.startswith("phalanx_")} == expected
+        kinds = {name: entries[0]["type"] for name, entries in client.get("metadata").items()}
         assert kinds.get("phalanx_steps_total", kinds.get("phalanx_steps")) == "counter"
 
 
@@ -78,7 +80,7 @@ def shortened(rules: str) -> str:
 
 
 def unfiltered(expression: str) -> str:
-    """An alert's expression whose comparisons say 0 or 1 instead of leaving out what is well."""
+    """An alert's expression whose comparisons return 0 or 1 instead of leaving out what is well."""
     outside = re.split(r"(\{[^}]*\})", expression)
     return "".join(
         part if part.startswith("{") else re.sub(r"(?<![<>=!])(==|!=|>=|<=|>|<)(?!=)", r"\1 bool ", part)
@@ -105,17 +107,17 @@ def test_through_a_recovery_every_expression_is_finite_and_an_alert_fires_and_re
         wait_for("a recovery", lambda: max(client.values("phalanx_fleet_recoveries_total"), default=0) >= 1)
         wait_for("the alert", lambda: "firing" in receiver.statuses("PhalanxCoordinatorGone"))
         wait_for("its end", lambda: "resolved" in receiver.statuses("PhalanxCoordinatorGone"))
-        (told, *_) = (
-            one for one in receiver.alerts if one["labels"]["alertname"] == "PhalanxCoordinatorGone"
+        (notification, *_) = (
+            alert for alert in receiver.alerts if alert["labels"]["alertname"] == "PhalanxCoordinatorGone"
         )
-        assert told["annotations"]["next"] == "phalanx status runs/run"
+        assert notification["annotations"]["next"] == "phalanx status runs/run"
         wait_for(
             "steps after it",
             lambda: finite(client, "phalanx_fleet_step") and finite(client, "phalanx_node_step"),
         )
-        asked = [filled(one) for dashboard in DASHBOARDS for one in dashboard.expressions]
-        asked += [unfiltered(shortened(one)) for one in expressions()]
-        # No GPU is here, no server of models, and nobody who watches from outside.
+        queries = [filled(expression) for dashboard in DASHBOARDS for expression in dashboard.expressions]
+        queries += [unfiltered(shortened(expression)) for expression in expressions()]
+        # No GPU is here, no server of models, and no watcher from outside.
         absent = (
             "DCGM",
             "vllm:",
@@ -125,9 +127,9 @@ def test_through_a_recovery_every_expression_is_finite_and_an_alert_fires_and_re
             "phalanx_reason",
             "phalanx-ui",
         )
-        asked = [one for one in asked if not any(name in one for name in absent)]
-        for expression in asked:
-            wait_for(expression, lambda one=expression: finite(client, one))
+        queries = [query for query in queries if not any(name in query for name in absent)]
+        for query in queries:
+            wait_for(query, lambda query=query: finite(client, query))
         rules = [rule for group in client.get("rules")["groups"] for rule in group["rules"]]
         assert [(rule["name"], rule["lastError"]) for rule in rules if rule["health"] != "ok"] == []
         assert client.values('phalanx_lost_steps_total{run="run"}')[0] >= 0

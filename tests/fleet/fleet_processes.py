@@ -107,7 +107,8 @@ class Fleet:
             lambda seen: (
                 seen.phase == "running"
                 and seen.step >= step
-                and [one.role in ("member", "spare") for one in seen.members] == [True] * len(self.agents)
+                and [member.role in ("member", "spare") for member in seen.members]
+                == [True] * len(self.agents)
             )
         )
 
@@ -149,21 +150,21 @@ class Fleet:
         texts = [f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files]
         workers = streams(RunDirectory(self.run_dir))
         for worker in workers:
-            said = (
+            lines = (
                 [line.text for block in forward(worker, LineBounds()) for line in block.lines]
                 if not worker.raw
                 else []
             )
-            texts.append(f"--- {worker.process}\n" + "\n".join(said))
+            texts.append(f"--- {worker.process}\n" + "\n".join(lines))
         return "\n".join(texts)
 
     def result(self) -> dict[str, object]:
         """The run's result, once it has one."""
         seen = self.until(lambda file: file.over)
         assert seen.result_json, f"{seen.phase}: {seen.reason}\n{self.logs()}"
-        found = json.loads(seen.result_json)
-        assert isinstance(found, dict)
-        return found
+        result = json.loads(seen.result_json)
+        assert isinstance(result, dict)
+        return result
 
     def end(self) -> None:
         """Leaves nothing behind."""

@@ -89,9 +89,9 @@ class Group:
         if not self.first:
             self.peers[0].sendall(word)
             return bool(WORD.unpack(exactly(self.peers[0], WORD.size))[1])
-        said = [WORD.unpack(exactly(peer, WORD.size)) for peer in self.peers]
-        assert all((s, h) == (step, state) for s, _, h in said), "ranks differ"
-        everybody = safe and all(one for _, one, _ in said)
+        words = [WORD.unpack(exactly(peer, WORD.size)) for peer in self.peers]
+        assert all((s, h) == (step, state) for s, _, h in words), "ranks differ"
+        everybody = safe and all(peer_is_safe for _, peer_is_safe, _ in words)
         for peer in self.peers:
             peer.sendall(WORD.pack(step, everybody, state))
         return everybody
@@ -127,19 +127,19 @@ class StandIn:
     def obey(self) -> None:
         while True:
             try:
-                said = self.link.receive()
+                order = self.link.receive()
             except WireError:
                 os._exit(1)
             with self.turn:
-                if isinstance(said, wl.JoinEpoch):
-                    self.binds.append(said)
-                elif isinstance(said, wl.LeaveEpoch):
-                    self.fence = max(self.fence, said.epoch)
+                if isinstance(order, wl.JoinEpoch):
+                    self.binds.append(order)
+                elif isinstance(order, wl.LeaveEpoch):
+                    self.fence = max(self.fence, order.epoch)
                     if self.group is not None:
                         self.group.close()
-                elif isinstance(said, wl.SnapshotSafe):
-                    self.safe = max(self.safe, said.step)
-                elif isinstance(said, wl.StopTraining):
+                elif isinstance(order, wl.SnapshotSafe):
+                    self.safe = max(self.safe, order.step)
+                elif isinstance(order, wl.StopTraining):
                     self.stopping = True
                 self.turn.notify_all()
 
@@ -225,8 +225,8 @@ class StandIn:
         if not isinstance(resume, FromMemory):
             return 0, bytes(HASH_BYTES)
         for segment in self.segments:
-            held = segment.snapshot()
-            if held is not None and held.key.step == resume.step:
+            snapshot = segment.snapshot()
+            if snapshot is not None and snapshot.key.step == resume.step:
                 return resume.step, segment.image(HASH_BYTES).tobytes()
         for rank, node in ((rank, holder) for holder in resume.holders for rank in holder.ranks):
             address = join_address(node.host, node.data_port)
@@ -239,7 +239,7 @@ class StandIn:
         raise ConnectionError(f"nobody holds step {resume.step}")
 
     def take(self, bind: wl.JoinEpoch, step: int, previous: int, state: bytes) -> None:
-        steps = [(held.key.step if (held := segment.snapshot()) else -1) for segment in self.segments]
+        steps = [(snapshot.key.step if (snapshot := segment.snapshot()) else -1) for segment in self.segments]
         index = 0 if steps[0] != previous and (steps[0] <= steps[1] or steps[1] == previous) else 1
         segment = self.segments[index]
         image = segment.begin(HASH_BYTES)

@@ -67,7 +67,7 @@ def test_a_printed_fault_reads_back_as_itself(fault: Fault) -> None:
         ("kill rank 0 at step 3 in recovery", Fault(Kill("rank", 0), When(3, None, "recovery"))),
     ],
 )
-def test_faults_are_read_as_they_are_said(text: str, fault: Fault) -> None:
+def test_faults_are_read_as_they_are_written(text: str, fault: Fault) -> None:
     assert parse_fault(text) == fault
 
 

@@ -1,4 +1,4 @@
-"""Who is let in to the wire: by tokens, certificates, clocks, software and the start of the run."""
+"""Admission to the wire: by tokens, certificates, clocks, software and the start of the run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ from phalanx.wire.messages import Role, Seals
         (dataclasses.replace(CREDENTIALS, run="run-2"), "another run"),
     ],
 )
-def test_a_stranger_is_refused_counted_and_logged_and_told_why(credentials: Credentials, kind: str) -> None:
+def test_a_stranger_is_refused_counted_and_logged_and_gets_the_reason(
+    credentials: Credentials, kind: str
+) -> None:
     async def scene() -> None:
         async with Wire() as wire:
             caller = wire.dial(credentials=credentials)
@@ -151,7 +153,7 @@ def test_where_all_other_clocks_are_apart_alike_it_is_the_coordinators_that_is_c
 
 
 class OnAnotherHost(Credentials):
-    """Those of the same run on a machine of another name."""
+    """Credentials of the same run on a machine of another name."""
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         return tuple(
@@ -162,8 +164,10 @@ class OnAnotherHost(Credentials):
 def test_an_agent_on_a_machine_of_another_name_is_attached() -> None:
     async def scene() -> None:
         async with Wire() as wire:
-            held = {field.name: getattr(CREDENTIALS, field.name) for field in dataclasses.fields(Credentials)}
-            friend = wire.dial(credentials=OnAnotherHost(**held))
+            fields = {
+                field.name: getattr(CREDENTIALS, field.name) for field in dataclasses.fields(Credentials)
+            }
+            friend = wire.dial(credentials=OnAnotherHost(**fields))
             await until(lambda: friend.link.attached)
             assert not wire.server.refused
 
@@ -191,24 +195,24 @@ def test_an_agents_token_stops_and_drains_nothing_and_an_operators_attaches_no_a
 
 
 @pytest.mark.parametrize("fencing", [FencingToken(0, "ab"), FencingToken(2, "ab"), FencingToken(1, "cd")])
-def test_an_agent_of_another_start_of_the_run_hears_of_it_and_neither_side_obeys_the_other(
+def test_an_agent_of_another_start_of_the_run_gets_that_reason_and_neither_side_obeys_the_other(
     fencing: FencingToken,
 ) -> None:
     async def scene() -> None:
         async with Wire() as wire:
             other = dataclasses.replace(CREDENTIALS, fencing=fencing)
-            caller, told = Caller(wire.address, credentials=other), asyncio.Event()
+            caller, refused = Caller(wire.address, credentials=other), asyncio.Event()
             caller.link = CoordinatorLink(
                 lambda: [wire.address],
                 other,
                 caller.greet,
                 caller.commands.append,
                 caller.lines.append,
-                told.set,
+                refused.set,
             )
             dialing = asyncio.create_task(caller.link.run())
             async with asyncio.timeout(PATIENCE_S):
-                await told.wait()
+                await refused.wait()
             await until(lambda: any("another start: attempt 1" in line for line in caller.lines))
             dialing.cancel()
             with pytest.raises(TransportError, match="another start"):

@@ -1,4 +1,4 @@
-"""Claims are made once, and a coordinator that another has superseded says nothing more."""
+"""Claims are made once, and a coordinator that another has superseded sends nothing more."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_nobody_leads_on_by_an_earlier_claim_if_the_newest_is_damaged(tmp_path: 
         register.newest()
 
 
-def test_a_coordinator_claims_an_epoch_before_it_tells_anybody(
+def test_a_coordinator_claims_an_epoch_before_it_sends_any_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator = make_coordinator(tmp_path)
@@ -212,7 +212,7 @@ def test_an_epoch_that_was_decided_and_never_claimed_is_left_by_whoever_leads_ne
     empty, register = initial_state(fleet.state.settings, 0.0), register_in(tmp_path)
     first = first_claim(empty, "0", "a")
     before = renewed(first, fleet.state, "b")
-    fleet.hear(m.WorkerExited("1", 1, 0, 0, -9))
+    fleet.handle(m.WorkerExited("1", 1, 0, 0, -9))
     fleet.park()
     assert (fleet.state.phase, fleet.state.epoch) == (FleetPhase.BINDING, 1)
     old = Journal(journal_path(directory, 0, 1))
@@ -220,7 +220,7 @@ def test_an_epoch_that_was_decided_and_never_claimed_is_left_by_whoever_leads_ne
     for at_s, event in fleet.journal:
         old.append(batch_line(at_s, (event,)))
     old.close()
-    assert all(register.make(one) for one in (first, before))
+    assert all(register.make(claim) for claim in (first, before))
     if successor == "the same":
         reign = reign_again(CoordinatorArgs(tmp_path, node="0"), empty, print)
     else:
@@ -242,7 +242,7 @@ def test_a_successor_goes_on_from_what_is_left_of_the_journal(tmp_path: Path, le
     first = first_claim(empty, "0", "a")
     before = renewed(first, fleet.state, "b")
     claim = succeeding(before, "2", "c")
-    assert all(register.make(one) for one in (first, before, claim))
+    assert all(register.make(made) for made in (first, before, claim))
     if left != "nothing":
         old = Journal(journal_path(directory, 0, 1))
         old.append(first_line(empty))

@@ -1,4 +1,4 @@
-"""A live coordinator whose state contradicts itself says so, sends nothing of it, and goes on."""
+"""A live coordinator whose state contradicts itself reports that, sends nothing of it, and goes on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from phalanx.run.directory.paths import RunDirectory
 
 
 class StandInAgent:
-    """An agent without workers: they are warm at once, and bound and parked when told to be."""
+    """An agent without workers: it reports them as warm at once, and as bound and parked when ordered."""
 
     def __init__(self, name: str, run_dir: Path, credentials: Credentials) -> None:
         self.name, self.epoch = name, m.NO_EPOCH

@@ -48,16 +48,18 @@ from phalanx.train.start.open_run import OpenRun
 directory = RunDirectory(Path(sys.argv[1]))
 lock = os.open(directory.path / "lock", os.O_RDWR | os.O_CREAT)
 fleet = LocalFleet(2, 1, worker_program=(sys.executable, sys.argv[2]))
-told = []
-ending = run_fleet(OpenRun(directory, read_resolved(directory), 0, lock), fleet, lambda ended: None, told.append)
-print(json.dumps([ending.status, ending.exit_code, ending.message, [words for words in told if "agent" in words]]))
+notices = []
+ending = run_fleet(OpenRun(directory, read_resolved(directory), 0, lock), fleet, lambda ended: None, notices.append)
+print(json.dumps([ending.status, ending.exit_code, ending.message, [words for words in notices if "agent" in words]]))
 """
 
 
 def processes_of(run_dir: Path) -> set[int]:
     """All living processes that have the run directory on their command line, but the launcher."""
-    found = subprocess.run(["pgrep", "-f", f"run-dir {run_dir}"], capture_output=True, text=True, check=False)
-    return {int(line) for line in found.stdout.split() if alive(int(line))}
+    matches = subprocess.run(
+        ["pgrep", "-f", f"run-dir {run_dir}"], capture_output=True, text=True, check=False
+    )
+    return {int(line) for line in matches.stdout.split() if alive(int(line))}
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -81,7 +83,7 @@ def launched(run_dir: Path, hold_at: int) -> tuple[subprocess.Popen[str], Fleet]
     return process, fleet
 
 
-def test_the_launcher_tells_how_the_run_ended_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_launcher_returns_how_the_run_ended_and_leaves_nothing_behind(tmp_path: Path) -> None:
     process, fleet = launched(tmp_path, hold_at=20)
     fleet.held(20)
     fleet.hold_at(None)
@@ -91,14 +93,14 @@ def test_the_launcher_tells_how_the_run_ended_and_leaves_nothing_behind(tmp_path
     wait_for(lambda: not processes_of(tmp_path))
 
 
-def test_ctrl_c_is_one_wish_to_stop_and_the_launcher_says_that_one_can_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_is_one_request_to_stop_and_the_launcher_returns_how_to_go_on(tmp_path: Path) -> None:
     process, fleet = launched(tmp_path, hold_at=20)
     fleet.held(20)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=PATIENCE_S)
     status, code, words, left = json.loads(out)
     assert (status, code, left) == ("stopped", 75, [])
-    assert words.startswith("stopped; steps 1 to 2"), "these workers save nothing, and that is told"
+    assert words.startswith("stopped; steps 1 to 2"), "these workers save nothing, and that is reported"
     wait_for(lambda: not processes_of(tmp_path))
 
 
@@ -122,26 +124,26 @@ def test_the_launcher_starts_a_killed_coordinator_again_without_its_fleet_file_a
     fleet.hold_at(20)
     lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     run = OpenRun(RunDirectory(tmp_path), spec, 0, lock)
-    what = LocalFleet(2, worker_program=(sys.executable, STAND_IN))
+    local_fleet = LocalFleet(2, worker_program=(sys.executable, STAND_IN))
 
     def disturb(_ended: Callable[[], bool]) -> None:
-        """Kills one after the other, from a thread, while the main thread looks after the processes."""
+        """Kill one after the other, from a thread, while the main thread looks after the processes."""
         threading.Thread(target=scene, daemon=True).start()
 
     def scene() -> None:
         coordinator = fleet.held(20).coordinator_pid
         os.kill(coordinator, signal.SIGSTOP)
         (tmp_path / "fleet.json").write_text("")
-        (tmp_path / "fleet.token").unlink()  # who has started the fleet knows it
+        (tmp_path / "fleet.token").unlink()  # the launcher has it in memory
         os.kill(coordinator, signal.SIGKILL)
-        fleet.until(lambda seen: seen.restarts == 1 and all(one.attached for one in seen.members))
+        fleet.until(lambda seen: seen.restarts == 1 and all(member.attached for member in seen.members))
         for node in ("node-0", "node-1"):
             (agent,) = (pid for pid in processes_of(tmp_path) if is_agent(pid, node))
             os.killpg(agent, signal.SIGKILL)
         fleet.held(20, epoch=1)
         fleet.hold_at(None)
 
-    ending = run_fleet(run, what, disturb)
+    ending = run_fleet(run, local_fleet, disturb)
     os.close(lock)
     assert ending == Ending("finished")
     assert fleet.result()["state"] == state_after(STEPS).hex()
@@ -164,7 +166,7 @@ def test_a_fleet_that_no_layout_fits_fails_with_the_reason(tmp_path: Path) -> No
     assert "was started" not in ending.message, "another start would find the same"
 
 
-def test_a_coordinator_without_a_token_makes_none_and_says_so_with_an_exit_code_of_its_own(
+def test_a_coordinator_without_a_token_makes_none_and_ends_with_an_exit_code_of_its_own(
     tmp_path: Path,
 ) -> None:
     make_run(tmp_path, replace(FLEET, nodes=1), STEPS)
@@ -208,7 +210,7 @@ def test_a_fleet_is_not_served_beside_the_command_that_trains_it(tmp_path: Path)
 def test_the_journal_alone_leads_to_the_state_that_the_coordinator_had(tmp_path: Path) -> None:
     with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=20) as fleet:
         seen = fleet.gathered(20)  # with a spare that is ready, the kill ends one epoch and no more
-        victim = next(one.name for one in seen.members if one.role == "member")
+        victim = next(member.name for member in seen.members if member.role == "member")
         fleet.kill_node(victim)
         fleet.held(20, epoch=1)
         fleet.hold_at(None)
@@ -229,11 +231,11 @@ def test_the_journal_alone_leads_to_the_state_that_the_coordinator_had(tmp_path:
     assert state.result_json == last.result_json
     assert (restarts, contradiction) == (0, None)
     bodies = [event.body for event in read_events(tmp_path / "events.jsonl")]
-    told = [body.text for body in bodies if isinstance(body, Message)]
-    assert any(victim in text for text in told)  # the run's history knows what happened
+    texts = [body.text for body in bodies if isinstance(body, Message)]
+    assert any(victim in text for text in texts)  # the run's history knows what happened
     (left,) = (body for body in bodies if isinstance(body, EpochLeft))
     assert (left.epoch, victim in left.reason) == (0, True)
-    assert left.text in [one.text for one in last.happenings]
+    assert left.text in [happening.text for happening in last.happenings]
 
 
 def test_a_journal_that_is_none_is_refused_with_the_remedy() -> None:
@@ -259,22 +261,24 @@ def phalanx(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    found = json.loads(done.stdout)
-    assert isinstance(found, dict)
-    return found
+    response = json.loads(done.stdout)
+    assert isinstance(response, dict)
+    return response
 
 
 def test_an_operator_drains_a_node_lets_it_back_and_stops_the_run(tmp_path: Path) -> None:
     run = str(tmp_path)
     with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=20) as fleet:
         seen = fleet.gathered(20)
-        victim = next(one.name for one in seen.members if one.role == "member")
+        victim = next(member.name for member in seen.members if member.role == "member")
         assert answer(phalanx("fleet", "drain", run, victim, "--json"))["accepted"]
         after = fleet.held(20, epoch=1)
-        assert [one.role for one in after.members if one.name == victim] == ["drained"]
+        assert [member.role for member in after.members if member.name == victim] == ["drained"]
         assert after.ranks == 2
         assert answer(phalanx("fleet", "add", run, victim, "--json"))["accepted"]
-        fleet.until(lambda seen: any(one.name == victim and one.role == "spare" for one in seen.members))
+        fleet.until(
+            lambda seen: any(member.name == victim and member.role == "spare" for member in seen.members)
+        )
         wrong = phalanx("fleet", "drain", run, "node-17", "--json")
         assert wrong.returncode == 1
         assert "node-17" in answer(wrong)["answer"]
@@ -313,16 +317,16 @@ def test_an_operator_gives_nodes_back_and_the_launcher_starts_them_again_when_mo
         fleet.hold_at(None)
         fleet.until(lambda seen: all(role(seen, name) == "given back" for name in names))
         fleet.until(lambda seen: seen.over)
-        status, _, _, told = json.loads(process.communicate(timeout=PATIENCE_S)[0])
+        status, _, _, notices = json.loads(process.communicate(timeout=PATIENCE_S)[0])
     finally:
         process.kill()
     seen = read_fleet_file(tmp_path)
     assert (status, seen.recoveries) == ("finished", 0)
-    assert told == ["node-3: its agent is started, for 4 nodes are requested"]
+    assert notices == ["node-3: its agent is started, for 4 nodes are requested"]
 
 
 def role(seen: FleetFile, name: str) -> str:
-    return next(one.role for one in seen.members if one.name == name)
+    return next(member.role for member in seen.members if member.name == name)
 
 
 LEAVING_AGENT = """
@@ -334,13 +338,15 @@ run_agent(AgentArgs(Path(sys.argv[1]), "guest", at_signal="leave", worker_progra
 """
 
 
-def test_a_node_that_is_asked_to_end_leaves_without_a_step_computed_twice(tmp_path: Path) -> None:
+def test_a_node_that_gets_sigterm_leaves_without_a_step_computed_twice(tmp_path: Path) -> None:
     with running_fleet(tmp_path, nodes=2, steps=STEPS, hold_at=20) as fleet:
         fleet.held(20)
         words = [sys.executable, "-c", LEAVING_AGENT, str(tmp_path), STAND_IN]
         guest = subprocess.Popen(words, env=fleet.environment, stdout=subprocess.PIPE, text=True)
         try:
-            fleet.until(lambda seen: any(one.name == "guest" and one.role == "spare" for one in seen.members))
+            fleet.until(
+                lambda seen: any(member.name == "guest" and member.role == "spare" for member in seen.members)
+            )
             fleet.kill_node("node-1")
             fleet.until(lambda seen: seen.epoch == 1 and role(seen, "guest") == "member")
             fleet.start_agent("node-1")

@@ -46,11 +46,11 @@ def write_history(run_dir: Path) -> Path:
     fleet = Fleet(settings_of(spec))
     fleet.join("0", "1", "2", racks=3)
     fleet.bind()
-    fleet.hear(m.Heartbeat("0", 1, 0, 3, m.WorkerPhase.BOUND), after_s=1.0)
-    fleet.hear(m.WorkerExited("0", 1, 0, 0, -9))
+    fleet.handle(m.Heartbeat("0", 1, 0, 3, m.WorkerPhase.BOUND), after_s=1.0)
+    fleet.handle(m.WorkerExited("0", 1, 0, 0, -9))
     fleet.park()
     fleet.bind()
-    fleet.hear(m.Drain("2"), after_s=1.0)
+    fleet.handle(m.Drain("2"), after_s=1.0)
     assert (fleet.state.phase, fleet.state.epoch) == (FleetPhase.RUNNING, 1)
     path = run_dir / "fleet" / "journal-000.jsonl"
     path.parent.mkdir()
@@ -62,11 +62,11 @@ def write_history(run_dir: Path) -> Path:
     return path
 
 
-def test_whichever_line_is_damaged_the_next_coordinator_asks_the_nodes_and_forms_a_higher_epoch(
+def test_whichever_line_is_damaged_the_next_coordinator_queries_the_nodes_and_forms_a_higher_epoch(
     tmp_path: Path,
 ) -> None:
-    whole = write_history(tmp_path).read_bytes()
-    lines = whole.split(b"\n")[:-1]
+    content = write_history(tmp_path).read_bytes()
+    lines = content.split(b"\n")[:-1]
     for number in range(len(lines)):
         path = tmp_path / "fleet" / "journal-000.jsonl"
         path.write_bytes(
@@ -79,15 +79,15 @@ def test_whichever_line_is_damaged_the_next_coordinator_asks_the_nodes_and_forms
         assert any(f"line {number + 1} of" in incident.text for incident in state.incidents)
         fleet = Fleet(state.settings)
         fleet.state, fleet.now_s = state, state.now_s
-        fleet.hear(m.Joined("2", 1, 1, "2", 7, meeting_points=("2:1",)))
+        fleet.handle(m.Joined("2", 1, 1, "2", 7, meeting_points=("2:1",)))
         for name in ("0", "1"):
-            said = m.Joined(name, 1, 1, name, 7, epoch=1, bound=True, meeting_points=(f"{name}:1",))
-            fleet.hear(said)
-            assert [type(command) for command in fleet.told(name)] == [c.Park]
-            fleet.hear(m.Parked(name, 1, 1, (f"{name}:1",), ()))
+            description = m.Joined(name, 1, 1, name, 7, epoch=1, bound=True, meeting_points=(f"{name}:1",))
+            fleet.handle(description)
+            assert [type(command) for command in fleet.commands_to(name)] == [c.Park]
+            fleet.handle(m.Parked(name, 1, 1, (f"{name}:1",), ()))
         assert (fleet.state.phase, fleet.state.epoch > 1) == (FleetPhase.BINDING, True)
         assert fleet.state.seats
-        # The next one finds a whole journal, and the damaged one is kept.
+        # The next one finds an intact journal, and the damaged one is kept.
         make_coordinator(tmp_path)
         assert len(list(path.parent.glob("damaged-*"))) == number + 1
 
@@ -118,7 +118,7 @@ def test_orders_are_sent_though_the_journal_cannot_be_renewed(
     assert sorted(sent) == [("node-0", c.Bind), ("node-1", c.Bind)]
 
 
-def test_a_checkpoint_that_could_not_be_written_down_is_told_to_the_core_later(
+def test_a_checkpoint_that_could_not_be_written_down_is_passed_to_the_core_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator = make_coordinator(tmp_path)
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_could_not_be_written_down_is_told_to_the_core_later(
 
 def test_a_wait_for_the_disk_is_not_the_coordinators_standstill_and_a_stopped_process_is() -> None:
     inbox = Inbox()
-    told: list[m.CoreEvent] = []
+    events: list[m.CoreEvent] = []
 
     async def stumble() -> None:
         watching = asyncio.create_task(inbox.measure_deafness(0.25))
@@ -151,18 +151,18 @@ def test_a_wait_for_the_disk_is_not_the_coordinators_standstill_and_a_stopped_pr
         waited_s = inbox.deaf_s
         time.sleep(2.0)  # as SIGSTOP does: no message is read
         await asyncio.sleep(0.5)
-        told.extend([m.StoodStill(waited_s), *inbox.batch(None)])
+        events.extend([m.StoodStill(waited_s), *inbox.batch(None)])
         watching.cancel()
 
     asyncio.run(stumble())
-    waited, stood = (event for event in told if isinstance(event, m.StoodStill))
+    waited, stood = (event for event in events if isinstance(event, m.StoodStill))
     assert stood.for_s > 1.5
     assert stood.for_s - waited.for_s > 1.5, "on a busy machine some of the first second may count too"
-    assert not any(isinstance(event, m.Restarted) for event in told)
+    assert not any(isinstance(event, m.Restarted) for event in events)
 
 
 @pytest.mark.parametrize("name", ["record.json", "run.toml"])
-def test_a_small_file_that_is_damaged_while_the_fleet_runs_is_told_and_written_anew(
+def test_a_small_file_that_is_damaged_while_the_fleet_runs_is_reported_and_written_again(
     tmp_path: Path, name: str
 ) -> None:
     coordinator = make_coordinator(tmp_path)
@@ -176,7 +176,7 @@ def test_a_small_file_that_is_damaged_while_the_fleet_runs_is_told_and_written_a
 
     turn()
     if name == "record.json":
-        record.write_text(json.dumps({"attempts": 1, "data_fingerprint": "ab"}))  # by a rank, say
+        record.write_text(json.dumps({"attempts": 1, "data_fingerprint": "ab"}))  # as a rank does
     else:
         record.write_text(record.read_text() + "# looked at by a user\n")
     assert turn() == []
@@ -189,11 +189,11 @@ def test_a_small_file_that_is_damaged_while_the_fleet_runs_is_told_and_written_a
         )
     ):
         damage()
-        said = turn()
+        texts = turn()
         assert record.read_bytes() == good
-        assert len(said) == number + 1
-        assert str(record) in said[-1]
-        assert "written again with its earlier content" in said[-1]
+        assert len(texts) == number + 1
+        assert str(record) in texts[-1]
+        assert "written again with its earlier content" in texts[-1]
 
 
 def test_a_record_that_was_damaged_before_the_coordinator_began_is_left_to_the_user(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_coordinator_without_descriptors_lives_and_serves_again_when_it_has_so
     spec = make_run(tmp_path, replace(FLEET, nodes=2))
     (tmp_path / "checkpoints").mkdir()
     fleet = Fleet(tmp_path)
-    held: list[socket.socket] = []
+    connections: list[socket.socket] = []
     try:
         fleet.start_coordinator()
         seen = fleet.until(lambda _: True)
@@ -57,19 +57,19 @@ def test_a_coordinator_without_descriptors_lives_and_serves_again_when_it_has_so
         host, _, port = seen.coordinator.partition(":")
         for _ in range(40):
             with suppress(OSError):
-                held.append(socket.create_connection((host, int(port)), 2.0))
+                connections.append(socket.create_connection((host, int(port)), 2.0))
         log = tmp_path / "logs" / "coordinator.log"
         deadline_s = time.monotonic() + PATIENCE_S
         while "cannot look for checkpoints" not in log.read_text():
             assert fleet.coordinator.poll() is None, log.read_text()
             assert time.monotonic() < deadline_s, log.read_text()
             time.sleep(0.05)
-        for one in held:
-            one.close()
+        for connection in connections:
+            connection.close()
         credentials = credentials_of(tmp_path, spec, 0, None)
         assert asyncio.run(operate(seen.coordinator, credentials, m.StopRun(), PATIENCE_S)) == "accepted"
         assert fleet.coordinator.wait(PATIENCE_S) == 0
     finally:
-        for one in held:
-            one.close()
+        for connection in connections:
+            connection.close()
         fleet.end()

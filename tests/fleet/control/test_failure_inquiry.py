@@ -15,11 +15,11 @@ from phalanx.run.directory.paths import RunDirectory
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:29574"
 
 
-def made(tmp_path: Path, said: dict[str, str]) -> FailureInquiry:
-    """An inquiry in a run whose nodes' workers have said this a moment ago."""
+def made(tmp_path: Path, last_lines: dict[str, str]) -> FailureInquiry:
+    """An inquiry in a run whose workers have just logged ``last_lines``: node -> text."""
     directory = RunDirectory(tmp_path)
     directory.logs.mkdir()
-    for number, (node, text) in enumerate(said.items()):
+    for number, (node, text) in enumerate(last_lines.items()):
         line = LogLine(time.time(), "error", node, number, 4, 0, 7, text, f"{node}-0")
         path = directory.named_log(0, f"{node}-0")
         path.with_name(f"{path.stem}.out.jsonl" if text.startswith("its process") else path.name).write_bytes(
@@ -33,13 +33,13 @@ def test_a_worker_that_was_killed_is_named_and_those_that_lost_it_are_not(tmp_pa
     inquiry.add(m.Broken("node-0", 1, 4, 0, LOST))
     inquiry.add(m.Broken("node-2", 1, 4, 0, LOST))
     inquiry.add(m.WorkerExited("node-1", 1, 4, 0, -9))
-    found = inquiry.finding(inquiry.take())
-    assert found.startswith("first failure: rank 1 on node-1: its process was killed by SIGKILL (")
-    assert "2 failed because another process had: rank 0 on node-0, rank 2 on node-2" in found
+    finding = inquiry.finding(inquiry.take())
+    assert finding.startswith("first failure: rank 1 on node-1: its process was killed by SIGKILL (")
+    assert "2 failed because another process had: rank 0 on node-0, rank 2 on node-2" in finding
     assert not inquiry.take()
 
 
-def test_ranks_that_left_as_they_were_asked_to_have_not_failed(tmp_path: Path) -> None:
+def test_ranks_that_left_on_request_have_not_failed(tmp_path: Path) -> None:
     inquiry = made(tmp_path, {})
     inquiry.add(m.Broken("node-0", 1, 4, 0, m.LEFT_AS_ASKED))
     assert not inquiry.take()
@@ -49,11 +49,11 @@ def test_of_a_node_whose_log_cannot_be_read_its_report_counts(tmp_path: Path) ->
     inquiry = made(tmp_path, {"node-0": LOST})
     inquiry.add(m.Broken("node-0", 1, 4, 0, LOST))
     inquiry.add(m.Fatal(4, "node-9", "no blocks are left", "DataError"))
-    found = inquiry.finding(inquiry.take())
-    assert found.startswith("first failure: node-9: error: no blocks are left (")
+    finding = inquiry.finding(inquiry.take())
+    assert finding.startswith("first failure: node-9: error: no blocks are left (")
 
 
-def test_what_ended_no_epoch_hours_ago_is_not_told_for_what_fails_now(
+def test_an_error_that_ended_no_epoch_hours_ago_is_not_the_cause_of_a_failure_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inquiry = made(tmp_path, {})

@@ -22,24 +22,25 @@ FLEET = FleetFile(
 
 
 def values(fleet: FleetFile) -> dict[str, float]:
-    found = FleetSampler(lambda: fleet, "r").samples()
+    samples = FleetSampler(lambda: fleet, "r").samples()
     return {
-        ",".join([one.metric.name[14:], *list(one.labels.pairs.values())[1:]]): one.value for one in found
+        ",".join([sample.metric.name[14:], *list(sample.labels.pairs.values())[1:]]): sample.value
+        for sample in samples
     }
 
 
 def test_what_the_coordinator_publishes_is_there_as_numbers() -> None:
-    found = values(FLEET)
-    assert (found["nodes,member"], found["nodes,spare"], found["nodes,lost"]) == (1, 1, 0)
-    assert (found["phase,running"], found["phase,waiting"]) == (1, 0)
-    assert (found["durable_step"], found["unsaved_steps"], found["refused_total"]) == (15, 2, 3)
-    assert (found["coordinator_reign"], found["recoveries_total"], found["expected_nodes"]) == (2, 2, 3)
+    metrics = values(FLEET)
+    assert (metrics["nodes,member"], metrics["nodes,spare"], metrics["nodes,lost"]) == (1, 1, 0)
+    assert (metrics["phase,running"], metrics["phase,waiting"]) == (1, 0)
+    assert (metrics["durable_step"], metrics["unsaved_steps"], metrics["refused_total"]) == (15, 2, 3)
+    assert (metrics["coordinator_reign"], metrics["recoveries_total"], metrics["expected_nodes"]) == (2, 2, 3)
 
 
 def test_each_node_that_was_not_given_back_has_its_own() -> None:
-    found = values(FLEET)
-    assert {name.partition(",")[2] for name in found if name.startswith("node_")} == {"a", "b", "c"}
-    assert (found["node_ranks,a"], found["node_attached,c"], found["node_quarantined,c"]) == (2, 0, 1)
+    metrics = values(FLEET)
+    assert {name.partition(",")[2] for name in metrics if name.startswith("node_")} == {"a", "b", "c"}
+    assert (metrics["node_ranks,a"], metrics["node_attached,c"], metrics["node_quarantined,c"]) == (2, 0, 1)
 
 
 def test_stragglers_are_those_that_were_taken_out_for_it_and_those_that_were_kept_for_want_of_a_spare() -> (
@@ -47,8 +48,8 @@ def test_stragglers_are_those_that_were_taken_out_for_it_and_those_that_were_kep
 ):
     kind = IncidentKind.SLOW_WITHOUT_SPARE
     slow = (FleetIncident(900.0, 3, "a", "any words", kind), FleetIncident(10.0, 3, "b", "any words", kind))
-    found = values(replace(FLEET, happenings=slow))
-    assert [found[f"node_straggler,{name}"] for name in "abc"] == [1, 0, 1]
+    metrics = values(replace(FLEET, happenings=slow))
+    assert [metrics[f"node_straggler,{name}"] for name in "abc"] == [1, 0, 1]
 
 
 def test_before_the_first_state_there_is_nothing() -> None:

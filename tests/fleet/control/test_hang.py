@@ -39,14 +39,14 @@ def record(
 
 def test_the_rank_that_never_came_is_named_with_the_collective() -> None:
     records = [record(rank, {"world": call(7)}) for rank in (0, 1, 3)]
-    found = diagnose([*records, record(2, {"world": call(6, over=True)})], 4)
-    assert found.culprits == (2,)
-    assert str(found) == "rank 2: gloo:all_reduce number 7 of group world: ranks 0, 1, 3 wait for rank 2"
+    diagnosis = diagnose([*records, record(2, {"world": call(6, over=True)})], 4)
+    assert diagnosis.culprits == (2,)
+    assert str(diagnosis) == "rank 2: gloo:all_reduce number 7 of group world: ranks 0, 1, 3 wait for rank 2"
 
 
 def test_a_rank_without_a_record_is_named_if_others_wait_for_it() -> None:
-    found = diagnose([record(rank, {"world": call(7)}) for rank in (0, 1, 3)], 4)
-    assert (found.culprits, found.silent) == ((2,), (2,))
+    diagnosis = diagnose([record(rank, {"world": call(7)}) for rank in (0, 1, 3)], 4)
+    assert (diagnosis.culprits, diagnosis.silent) == ((2,), (2,))
 
 
 def test_who_waits_for_the_culprit_is_not_blamed_by_those_who_wait_for_it() -> None:
@@ -58,42 +58,42 @@ def test_who_waits_for_the_culprit_is_not_blamed_by_those_who_wait_for_it() -> N
         record(2, {"other column": call(4)}, groups),
         record(3, {"column": call(4, over=True), "other row": call(1, over=True)}, groups),
     ]
-    found = diagnose(records, 4)
-    assert found.culprits == (3,)
-    assert found.stuck[0].group == "column"
+    diagnosis = diagnose(records, 4)
+    assert diagnosis.culprits == (3,)
+    assert diagnosis.stuck[0].group == "column"
 
 
 def test_a_rank_that_calls_something_else_is_named() -> None:
     records = [record(rank, {"world": call(7)}) for rank in (0, 1, 3)]
-    found = diagnose([*records, record(2, {"world": call(7, operation="gloo:broadcast")})], 4)
-    assert found.culprits == (2,)
-    assert "rank 2 calls another operation" in str(found)
+    diagnosis = diagnose([*records, record(2, {"world": call(7, operation="gloo:broadcast")})], 4)
+    assert diagnosis.culprits == (2,)
+    assert "rank 2 calls another operation" in str(diagnosis)
 
 
 def test_when_all_are_in_it_nobody_is_named() -> None:
-    found = diagnose([record(rank, {"world": call(7)}) for rank in WORLD], 4)
-    assert found.culprits == ()
-    assert "are in it" in str(found)
+    diagnosis = diagnose([record(rank, {"world": call(7)}) for rank in WORLD], 4)
+    assert diagnosis.culprits == ()
+    assert "are in it" in str(diagnosis)
 
 
 def test_a_run_that_is_not_in_a_collective_is_not_stuck_in_one() -> None:
-    found = diagnose([record(rank, {"world": call(7, over=True)}) for rank in WORLD], 4)
-    assert (found.culprits, found.stuck) == ((), ())
+    diagnosis = diagnose([record(rank, {"world": call(7, over=True)}) for rank in WORLD], 4)
+    assert (diagnosis.culprits, diagnosis.stuck) == ((), ())
 
 
 def test_a_culprit_is_proven_only_if_all_show_records_and_the_others_have_waited_long() -> None:
-    def found(waited_s: float, ranks: tuple[int, ...] = WORLD) -> tuple[int, ...]:
+    def culprits(waited_s: float, ranks: tuple[int, ...] = WORLD) -> tuple[int, ...]:
         waiting = [
             dataclasses.replace(record(rank, {"world": call(7)}), taken_ns=int(waited_s * 1e9))
             for rank in (0, 1, 3)
         ]
-        all_of_them = [*waiting, record(2, {"world": call(6, over=True)})]
-        return diagnose([one for one in all_of_them if one.rank in ranks], 4).proven(5.0)
+        records = [*waiting, record(2, {"world": call(6, over=True)})]
+        return diagnose([shown for shown in records if shown.rank in ranks], 4).proven(5.0)
 
-    assert found(6.0) == (2,)
-    assert found(4.0) == (), "it may be about to come"
-    assert found(6.0, (0, 1, 3)) == (), "who shows no record may be in it"
-    assert found(6.0, (0, 1, 2)) == ()
+    assert culprits(6.0) == (2,)
+    assert culprits(4.0) == (), "it may be about to come"
+    assert culprits(6.0, (0, 1, 3)) == (), "who shows no record may be in it"
+    assert culprits(6.0, (0, 1, 2)) == ()
 
 
 def test_groups_of_one_name_with_other_ranks_are_not_mixed_up() -> None:
@@ -130,8 +130,8 @@ def test_a_record_is_cut_to_what_a_diagnosis_needs(groups: int, data: st.DataObj
         for group in range(groups)
     ]
     members = {f"g{group}": [0, group + 1] for group in range(groups)}
-    whole = {"rank": 0, "taken_ns": 9, "groups": members, "recorder": {"entries": entries}}
-    text = json.dumps(whole).encode()
+    full_record = {"rank": 0, "taken_ns": 9, "groups": members, "recorder": {"entries": entries}}
+    text = json.dumps(full_record).encode()
     assert parse_record(shortened(text).encode()) == parse_record(text)
     cut = shortened(text, 1000)
     assert len(cut) <= 1000
@@ -146,25 +146,25 @@ def test_an_inquiry_takes_one_record_of_each_rank_from_its_own_node() -> None:
     fleet = running()
     inquiry = Inquiry.into(fleet.state, 30.0, 100.0)
 
-    def said(seat: int, rank: int, epoch: int = 0, number: int = 7) -> Recorded:
+    def report(seat: int, rank: int, epoch: int = 0, number: int = 7) -> Recorded:
         last = entry("world", number, over=rank == 2, at_ns=0)
-        whole = {
+        full_record = {
             "rank": rank,
             "taken_ns": 29 * 10**9,
             "groups": {"world": WORLD},
             "recorder": {"entries": [last]},
         }
-        return Recorded(fleet.state.seats[seat], 1, epoch, json.dumps(whole))
+        return Recorded(fleet.state.seats[seat], 1, epoch, json.dumps(full_record))
 
-    for refused in (said(1, 0), said(0, 0, epoch=3), Recorded("stranger", 1, 0, said(0, 0).record)):
+    for refused in (report(1, 0), report(0, 0, epoch=3), Recorded("stranger", 1, 0, report(0, 0).record)):
         assert "is not on" in inquiry.add(refused)
     assert "no flight record" in inquiry.add(Recorded(fleet.state.seats[0], 1, 0, "[]"))
     assert not inquiry.records
     for seat in range(4):
         assert not inquiry.over(101.0)
         number = 6 if seat == 2 else 7
-        assert inquiry.add(said(seat, seat, number=number)) == ""
-        assert inquiry.add(said(seat, seat, number=99)) == "", "the first counts"
+        assert inquiry.add(report(seat, seat, number=number)) == ""
+        assert inquiry.add(report(seat, seat, number=99)) == "", "the first counts"
     assert inquiry.over(101.0)
     finding = inquiry.finding()
     assert (finding.epoch, finding.ranks) == (0, (2,))
@@ -189,8 +189,8 @@ def test_at_the_end_of_any_chain_of_waiting_stands_the_culprit(
     for i in range(length):
         last[chain[i]][f"pair {i}"] = call(3)
         last[chain[i + 1]][f"pair {i}"] = call(2, over=True)
-    found = diagnose([record(rank, last[rank], groups) for rank in range(8)], 8)
-    assert found.culprits == (chain[-1],)
+    diagnosis = diagnose([record(rank, last[rank], groups) for rank in range(8)], 8)
+    assert diagnosis.culprits == (chain[-1],)
 
 
 ENTRY = b'{"is_p2p": false, "process_group": ["0"], "input_sizes": 3}'
@@ -232,7 +232,7 @@ def sleeping(sleeper: int) -> bytes:
 
     def in_place() -> bool:
         last = json.loads(flight_record(begin_ns))["recorder"]["entries"][-1]
-        # That a collective is over is written down by another thread, a moment later.
+        # Another thread records the end of a collective, a moment later.
         return bool(last["retired"]) if rank == sleeper else last["input_sizes"] == [[7]]
 
     def watch() -> None:
@@ -255,8 +255,8 @@ def test_of_three_real_ranks_the_one_that_sleeps_is_named(ranks: Ranks) -> None:
     records = [parse_record(shortened(data).encode()) for data in ranks.run(3, sleeping, 1)]
     assert [record.rank for record in records] == [0, 1, 2]
     assert set(records[0].groups.values()) == {(0, 1, 2), (0, 2)}
-    found = diagnose(records, 3)
-    assert found.culprits == (1,)
-    assert found.stuck[0].operation == "gloo:all_reduce"
-    assert found.stuck[0].sizes == ((7,),)
-    assert found.stuck[0].waiting == (0, 2)
+    diagnosis = diagnose(records, 3)
+    assert diagnosis.culprits == (1,)
+    assert diagnosis.stuck[0].operation == "gloo:all_reduce"
+    assert diagnosis.stuck[0].sizes == ((7,),)
+    assert diagnosis.stuck[0].waiting == (0, 2)

@@ -1,4 +1,4 @@
-"""Programs that listen where the coordinator was, or sit in between: agents tell them nothing and obey them in nothing."""
+"""Programs that listen where the coordinator was, or sit in between: agents send them nothing and obey none of their orders."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from phalanx.wire.messages import HELLO_BYTES, FrameStream, WireError
 
 SHUTDOWN = m.encode(c.Shutdown("an impostor says: go home"))
 Handler = Callable[[FrameStream, Callable[[bytes], None]], Awaitable[None]]
-"""What a false server does with a stream: it notes what it receives."""
+"""The behavior of a false server on a stream, with a function that records received bytes."""
 
 
 class Impostor:
     """A server that knows no token, and writes down all that it is sent."""
 
     def __init__(self, behave: Handler) -> None:
-        self.behave, self.heard = behave, list[bytes]()
+        self.behave, self.received = behave, list[bytes]()
 
     @asynccontextmanager
     async def listening(self, port: int = 0) -> AsyncIterator[str]:
@@ -52,7 +52,7 @@ class Impostor:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             frames = FrameStream(reader, writer)
             with suppress(WireError, asyncio.CancelledError):
-                await self.behave(frames, self.heard.append)
+                await self.behave(frames, self.received.append)
             frames.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", port)
@@ -60,11 +60,11 @@ class Impostor:
         server.close()
 
     def check_that_it_learned_nothing(self) -> None:
-        said = b"\n".join(self.heard)
-        assert said
-        assert CREDENTIALS.token.encode() not in said
-        assert b"Joined" not in said
-        assert b"StopRun" not in said
+        content = b"\n".join(self.received)
+        assert content
+        assert CREDENTIALS.token.encode() not in content
+        assert b"Joined" not in content
+        assert b"StopRun" not in content
 
 
 async def at_once(frames: FrameStream, note: Callable[[bytes], None]) -> None:
@@ -143,7 +143,7 @@ FORGED = b"\0" * 16
 def test_an_order_that_a_relay_has_replaced_is_not_obeyed() -> None:
     async def scene() -> None:
         async with Wire() as wire:
-            # Of the server's messages, 0 and 1 are the handshake.
+            # Messages 0 and 1 of the server are the handshake.
             impostor = Impostor(relay(lambda: wire.address, {}, {3: FORGED + SHUTDOWN}))
             async with impostor.listening() as between:
                 caller = Caller(between)
@@ -158,11 +158,11 @@ def test_an_order_that_a_relay_has_replaced_is_not_obeyed() -> None:
     asyncio.run(scene())
 
 
-def test_a_report_that_a_relay_has_replaced_is_not_heard() -> None:
+def test_a_report_that_a_relay_has_replaced_is_dropped() -> None:
     async def scene() -> None:
         false = m.encode(m.RunFinished(0, "{}"))
         async with Wire() as wire:
-            # Of the client's messages, 0 and 1 are the handshake, and 2 is its Joined.
+            # Messages 0 and 1 of the client are the handshake, and 2 is its Joined.
             impostor = Impostor(relay(lambda: wire.address, {3: FORGED + false}, {}))
             async with impostor.listening() as between:
                 caller = Caller(between)
@@ -238,9 +238,9 @@ def test_a_coordinator_whose_port_was_taken_serves_at_another_and_its_agents_fin
             first = read_fleet_file(run_dir).coordinator
         port = int(first.rpartition(":")[2])
         async with impostor.listening(port), coordinating(run_dir, credentials) as second:
-            found = read_fleet_file(run_dir).coordinator
-            assert found != first
-            caller = Caller(first, found, credentials=credentials)
+            address = read_fleet_file(run_dir).coordinator
+            assert address != first
+            caller = Caller(first, address, credentials=credentials)
             attaching = asyncio.create_task(caller.link.run())
             await until(lambda: second._server.links)
             assert c.Shutdown not in [type(command) for command in caller.commands]
@@ -284,10 +284,10 @@ def test_a_handshake_is_bounded_in_time_by_whoever_waits() -> None:
             assert len(await stream.read()) == HELLO_BYTES
             with pytest.raises(WireError):
                 await mute.receive()
-            await until(lambda: wire.server.refused["wrong token"])  # though nothing was said
+            await until(lambda: wire.server.refused["wrong token"])  # though it sent nothing
             friend = wire.dial()
             await until(lambda: friend.link.attached)
-        with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and sends nothing
             address = f"127.0.0.1:{silent.getsockname()[1]}"
             caller = Caller(address, credentials=impatient)
             dialing = asyncio.create_task(caller.link.run())

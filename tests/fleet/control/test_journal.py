@@ -51,10 +51,10 @@ def test_cut_anywhere_it_keeps_the_whole_lines_before_the_cut_and_goes_on_behind
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], data: st.DataObject
 ) -> None:
     path = written(tmp_path_factory.mktemp("j"), lines)
-    whole = path.read_bytes()
-    cut = data.draw(st.integers(0, len(whole)))
-    path.write_bytes(whole[:cut])
-    kept = whole[:cut].count(b"\n")
+    content = path.read_bytes()
+    cut = data.draw(st.integers(0, len(content)))
+    path.write_bytes(content[:cut])
+    kept = content[:cut].count(b"\n")
     journal = Journal(path)
     assert journal.lines == lines[:kept]
     journal.append(b"after")
@@ -64,7 +64,7 @@ def test_cut_anywhere_it_keeps_the_whole_lines_before_the_cut_and_goes_on_behind
 
 @given(lines=LINES, data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_one_flipped_bit_anywhere_costs_the_lines_that_it_is_in_and_is_told(
+def test_one_flipped_bit_anywhere_costs_the_lines_that_it_is_in_and_is_reported(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], data: st.DataObject
 ) -> None:
     path = written(tmp_path_factory.mktemp("j"), lines)
@@ -113,9 +113,9 @@ def test_a_renewal_that_fails_at_any_call_loses_nothing_that_is_appended_then_or
         if not appended:
             journal.append(b"next")
         journal.close()
-        found = read(folder / "journal")
-        assert found in ([b"state", b"next"], [b"old", b"next"])
-        assert not renewed or found[0] == b"state"
+        lines = read(folder / "journal")
+        assert lines in ([b"state", b"next"], [b"old", b"next"])
+        assert not renewed or lines[0] == b"state"
 
 
 def fail_at(patched: pytest.MonkeyPatch, call: int) -> None:
@@ -197,12 +197,12 @@ for number in range(10**9):
     path = tmp_path / "journal"
     process = subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    told = [int(process.stdout.readline()) for _ in range(200)]
+    confirmed = [int(process.stdout.readline()) for _ in range(200)]
     process.kill()
     process.wait()
-    found = [int(line) for line in read(path)]
-    assert found == list(range(len(found)))
-    assert found[-1] >= told[-1]
+    appended = [int(line) for line in read(path)]
+    assert appended == list(range(len(appended)))
+    assert appended[-1] >= confirmed[-1]
 
 
 def test_others_cannot_read_it(tmp_path: Path) -> None:

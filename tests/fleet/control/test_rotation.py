@@ -72,20 +72,22 @@ def test_an_agent_that_missed_rotations_for_longer_than_their_grace_attaches_wit
     tmp_path: Path,
 ) -> None:
     spec = make_run(tmp_path, dataclasses.replace(FLEET, nodes=1, spares=0))
-    held = credentials_of(tmp_path, spec, 0, None, ("join",))
+    first_credentials = credentials_of(tmp_path, spec, 0, None, ("join",))
 
     async def scene() -> None:
-        server = FleetServer(held, Deaf())
+        server = FleetServer(first_credentials, Deaf())
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         for _ in range(2):  # it missed more than one
             server.credentials = server.credentials.with_keys(
                 rotate_token(tmp_path, "join", server.credentials.earlier, 0.0)
             )
-        agent = Agent(AgentArgs(tmp_path, "node-0", coordinator=address), spec, held)
+        agent = Agent(AgentArgs(tmp_path, "node-0", coordinator=address), spec, first_credentials)
         dialing = asyncio.create_task(agent._link.run())
         await until(lambda: server.links)
         assert server.links["node-0"].token_name == token_name(keyring(tmp_path).token)
-        assert agent._tokens.token_of(token_name(held.token)) == held.token, "an epoch may have begun with it"
+        assert agent._tokens.token_of(token_name(first_credentials.token)) == first_credentials.token, (
+            "an epoch may have begun with it"
+        )
         dialing.cancel()
         agent._data.close()
         await server.stop(0.0)
@@ -97,16 +99,16 @@ def test_an_agent_whose_token_is_refused_takes_none_that_was_not_made_in_the_pla
     tmp_path: Path,
 ) -> None:
     spec = make_run(tmp_path, dataclasses.replace(FLEET, nodes=1, spares=0))
-    held = credentials_of(tmp_path, spec, 0, None, ("join",))
+    own_credentials = credentials_of(tmp_path, spec, 0, None, ("join",))
     (tmp_path / "fleet.token").write_text("a token of somebody else\n")
 
     async def scene() -> None:
-        server = FleetServer(dataclasses.replace(held, token="what an impostor has"), Deaf())
+        server = FleetServer(dataclasses.replace(own_credentials, token="what an impostor has"), Deaf())
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-        agent = Agent(AgentArgs(tmp_path, "node-0", coordinator=address), spec, held)
+        agent = Agent(AgentArgs(tmp_path, "node-0", coordinator=address), spec, own_credentials)
         dialing = asyncio.create_task(agent._link.run())
         await until(lambda: server.refused["wrong token"] >= 2)
-        assert agent._tokens.credentials == held
+        assert agent._tokens.credentials == own_credentials
         dialing.cancel()
         agent._data.close()
         await server.stop(0.0)
@@ -114,16 +116,16 @@ def test_an_agent_whose_token_is_refused_takes_none_that_was_not_made_in_the_pla
     asyncio.run(scene())
 
 
-def test_no_stream_is_ended_for_its_token_before_agents_were_told_of_the_new_one(tmp_path: Path) -> None:
+def test_no_stream_is_ended_for_its_token_before_agents_got_the_name_of_the_new_one(tmp_path: Path) -> None:
     spec = make_run(tmp_path, dataclasses.replace(FLEET, nodes=2, spares=0))
-    held = credentials_of(tmp_path, spec, 0, None)
-    server, old = FleetServer(held, Deaf()), token_name(held.token)
+    credentials = credentials_of(tmp_path, spec, 0, None)
+    server, old = FleetServer(credentials, Deaf()), token_name(credentials.token)
     server.links = {name: AgentLink(name, 1, old) for name in ("node-0", "node-1")}
-    server.credentials = held.with_keys(rotate_token(tmp_path, "join", held.earlier, 0.0))
+    server.credentials = credentials.with_keys(rotate_token(tmp_path, "join", credentials.earlier, 0.0))
     new = token_name(server.credentials.token)
     server.links["node-1"].token_name = new
-    for told, ended in (("", []), (old, []), (new, ["node-0"])):
-        server.drop_outdated(told)
+    for announced, ended in (("", []), (old, []), (new, ["node-0"])):
+        server.drop_outdated(announced)
         assert [name for name, link in server.links.items() if link.closed.is_set()] == ended
 
 
@@ -153,15 +155,15 @@ def test_neither_token_is_changed_where_one_cannot_be(
     assert {path.name: path.read_text() for path in tmp_path.glob("fleet.*token")} == before
 
 
-def test_an_operator_is_told_which_token_was_changed_if_the_second_cannot_be_written(
+def test_an_operator_gets_the_role_of_the_changed_token_if_the_second_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator, join = make_coordinator(tmp_path), keyring(tmp_path)
 
-    def full(path: Path, role: TokenRole, held: Keyring, grace_s: float) -> Keyring:
+    def full(path: Path, role: TokenRole, keys: Keyring, grace_s: float) -> Keyring:
         if role == "join":
             raise SecurityError("no room")
-        return rotate_token(path, role, held, grace_s)
+        return rotate_token(path, role, keys, grace_s)
 
     with monkeypatch.context() as patch:
         patch.setattr(turn, "rotate_token", full)
@@ -179,9 +181,9 @@ def test_an_operator_who_hangs_up_leaves_no_token_on_disk_that_the_coordinator_d
     coordinator, before = make_coordinator(tmp_path), keyring(tmp_path)
 
     async def scene() -> None:
-        asked = asyncio.create_task(coordinator.on_operation(m.RotateTokens()))
+        rotating = asyncio.create_task(coordinator.on_operation(m.RotateTokens()))
         await asyncio.sleep(0)
-        asked.cancel()
+        rotating.cancel()
         await until(lambda: coordinator._inbox.events)
 
     asyncio.run(scene())
@@ -206,11 +208,11 @@ def test_a_process_that_is_started_again_with_a_token_of_before_a_rotation_gets_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PHALANX_RUN_TOKEN", make_token(tmp_path))
-    held = keyring(tmp_path)
+    keys = keyring(tmp_path)
     for _ in range(2):
-        held = rotate_token(tmp_path, "join", held, 0.0)
-    assert keyring(tmp_path) == held, "it lets in those that took it over, and tells the others"
-    assert run_token(tmp_path) == make_token(tmp_path) == held.token
+        keys = rotate_token(tmp_path, "join", keys, 0.0)
+    assert keyring(tmp_path) == keys, "it admits those that took it over, and passes it to the others"
+    assert run_token(tmp_path) == make_token(tmp_path) == keys.token
     monkeypatch.setenv("PHALANX_RUN_TOKEN", "given by the scheduler")
     assert keyring(tmp_path) == Keyring("given by the scheduler")
 
@@ -238,7 +240,7 @@ def fail_at(patched: pytest.MonkeyPatch, call: int) -> list[str]:
     return calls
 
 
-def test_whichever_call_of_a_rotation_fails_the_file_has_the_tokens_that_the_caller_was_told_of(
+def test_whichever_call_of_a_rotation_fails_the_file_has_the_tokens_that_the_caller_got(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed, refused = [], []
@@ -246,14 +248,14 @@ def test_whichever_call_of_a_rotation_fails_the_file_has_the_tokens_that_the_cal
         folder = tmp_path / str(call)
         folder.mkdir()
         make_token(folder)
-        told = held = keyring(folder)
+        returned = before = keyring(folder)
         with monkeypatch.context() as patched:
             calls = fail_at(patched, call)
             with suppress(SecurityError):
-                told = rotate_token(folder, "join", held, 1e6)
+                returned = rotate_token(folder, "join", before, 1e6)
         failed.append(calls[call - 1])
-        refused.append(told == held)
-        assert keyring(folder) == told
+        refused.append(returned == before)
+        assert keyring(folder) == returned
         assert [path.name for path in folder.iterdir()] == ["fleet.token"]
     assert failed == ["open", "fsync", "replace", "open", "fsync"]
     assert refused == [True, True, True, False, False]

@@ -1,4 +1,4 @@
-"""The wire: that what arrives is heard in its order, and that nothing which arrives can do harm."""
+"""The wire: messages are handled in the order in which they were sent, and no message can do harm."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_another_version_of_the_vocabulary_is_refused() -> None:
         m.encode(m.Folded((m.Tick(),))),
     ],
 )
-def test_what_is_no_report_of_this_node_is_refused_and_what_follows_is_heard(body: bytes) -> None:
+def test_a_message_that_is_no_report_of_this_node_is_refused_and_the_next_one_is_handled(body: bytes) -> None:
     async def scene() -> None:
         async with Wire() as wire:
             await wire.raw(m.encode(joined()), body, m.encode(m.Durable("node-0", 1, 0, 7)))
@@ -133,7 +133,7 @@ def test_bytes_that_are_no_frames_harm_nobody() -> None:
     asyncio.run(scene())
 
 
-def test_an_agent_attaches_again_when_the_coordinator_comes_back_and_says_how_things_stand() -> None:
+def test_an_agent_attaches_again_when_the_coordinator_comes_back_and_reports_its_state() -> None:
     async def scene() -> None:
         async with Wire() as first:
             caller = first.dial()
@@ -150,7 +150,9 @@ def test_an_agent_attaches_again_when_the_coordinator_comes_back_and_says_how_th
     asyncio.run(scene())
 
 
-def test_an_agent_is_led_by_a_coordinator_that_says_so_and_attached_to_a_candidate_that_does_not() -> None:
+def test_an_agent_is_led_by_a_coordinator_that_claims_to_lead_and_attached_to_a_candidate_that_does_not() -> (
+    None
+):
     async def scene() -> None:
         async with Wire() as wire:
             caller = wire.dial()

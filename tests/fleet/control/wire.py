@@ -110,7 +110,7 @@ class Wire:
         return caller
 
     async def refusal(self, facts: Facts) -> str:
-        """The code with which a stream is refused whose client says nothing but ``facts``; empty if it is not."""
+        """The code with which a stream is refused whose client sends ``facts`` alone; empty if it is not."""
         try:
             async with opened(self.address) as stream:
                 await stream.send(Greeting("Attach", facts))
@@ -125,7 +125,7 @@ class Wire:
         """Sends bytes, sealed after a handshake or as they are, until the server ends the stream."""
         with suppress(WireError):
             async with opened(self.address) as stream:
-                # Said now, not when this file was read: it holds the time, and a clock of minutes ago is refused.
+                # Made now, not when this file was read: they hold the time, and a clock of minutes ago is refused.
                 await stream.send(Greeting("Attach", CREDENTIALS.facts() if facts is None else facts))
                 seals = await CREDENTIALS.prove(stream, "Attach", "client") if proven else None
                 for body in bodies:

@@ -21,21 +21,21 @@ from phalanx.fleet.core.state import FleetPhase
 from phalanx.run.identity import FencingToken
 
 
-def test_a_run_that_ends_before_all_are_heard_to_have_begun_has_ended() -> None:
+def test_a_run_that_ends_before_all_have_reported_their_begin_has_ended() -> None:
     fleet = running(2, 0)
-    fleet.hear(m.Broken("0", 1, 0, 0))
+    fleet.handle(m.Broken("0", 1, 0, 0))
     fleet.park()
-    fleet.hear(m.Bound("0", 1, 1), m.RunFinished(1, "{}"))
+    fleet.handle(m.Bound("0", 1, 1), m.RunFinished(1, "{}"))
     assert (fleet.state.phase, fleet.state.result_json) == (FleetPhase.FINISHED, "{}")
 
 
 def test_a_run_that_fails_at_the_same_step_for_ever_is_given_up() -> None:
-    fleet = running(wanted=2, spares=0, max_tries=3)
+    fleet = running(nodes=2, spares=0, max_tries=3)
     for _ in range(5):
-        fleet.hear(m.Broken("0", 1, fleet.state.epoch, 0, "illegal instruction"))
+        fleet.handle(m.Broken("0", 1, fleet.state.epoch, 0, "illegal instruction"))
         fleet.park(step=5)
         fleet.bind()
-    fleet.hear(m.DiskHolds((5,)))
+    fleet.handle(m.DiskHolds((5,)))
     assert fleet.state.phase is FleetPhase.FAILED
     assert "illegal instruction" in fleet.state.reason
 
@@ -45,11 +45,11 @@ def test_faults_that_follow_each_other_without_a_step_are_given_more_and_more_ti
     waited_s = []
     for _ in range(12):
         epoch, begin_s = fleet.state.epoch, fleet.now_s
-        fleet.hear(m.Broken("0", 1, epoch, 0, "connection reset"))
+        fleet.handle(m.Broken("0", 1, epoch, 0, "connection reset"))
         fleet.park()
         while fleet.state.epoch == epoch:
             due_s = next_deadline_s(fleet.state)
-            fleet.hear(m.Tick(), after_s=max(due_s - fleet.now_s, 0.01))
+            fleet.handle(m.Tick(), after_s=max(due_s - fleet.now_s, 0.01))
         waited_s.append(fleet.now_s - begin_s)
         fleet.bind()
     assert waited_s[:4] == [0.0] * 4
@@ -59,35 +59,35 @@ def test_faults_that_follow_each_other_without_a_step_are_given_more_and_more_ti
 
 def test_a_stop_lets_the_run_save_and_end() -> None:
     fleet = running()
-    fleet.hear(m.StopRun())
-    assert fleet.told("0") == [c.Stop(0)]
-    fleet.hear(m.RunFinished(0, '{"step": 9}'))
+    fleet.handle(m.StopRun())
+    assert fleet.commands_to("0") == [c.Stop(0)]
+    fleet.handle(m.RunFinished(0, '{"step": 9}'))
     assert fleet.state.phase is FleetPhase.FINISHED
-    assert fleet.told("4") == [c.Shutdown("stopped")]
+    assert fleet.commands_to("4") == [c.Shutdown("stopped")]
 
 
 def test_what_the_run_itself_cannot_survive_ends_it_and_only_in_its_own_epoch() -> None:
     fleet = running()
-    fleet.hear(m.Fatal(3, "0", "of another epoch"))
+    fleet.handle(m.Fatal(3, "0", "of another epoch"))
     assert (fleet.state.phase, fleet.state.stale) == (FleetPhase.RUNNING, 1)
-    fleet.hear(m.RunFinished(3, "{}"))
+    fleet.handle(m.RunFinished(3, "{}"))
     assert (fleet.state.phase, fleet.state.stale) == (FleetPhase.RUNNING, 2)
-    fleet.hear(m.Fatal(0, "0", "loss is nan", unanimous=True))
+    fleet.handle(m.Fatal(0, "0", "loss is nan", unanimous=True))
     assert (fleet.state.phase, fleet.state.reason) == (FleetPhase.FAILED, "node 0: loss is nan")
-    fleet.hear(m.RunFinished(0, "{}"))
+    fleet.handle(m.RunFinished(0, "{}"))
     assert fleet.state.phase is FleetPhase.FAILED
 
 
 def test_only_steps_beyond_the_furthest_one_are_progress_unless_ground_was_lost() -> None:
-    fleet = running(wanted=2, spares=0)
+    fleet = running(nodes=2, spares=0)
 
     def reach(step: int) -> int:
         for name in fleet.state.seats:
-            fleet.hear(m.Heartbeat(name, 1, fleet.state.epoch, step, m.WorkerPhase.BOUND))
+            fleet.handle(m.Heartbeat(name, 1, fleet.state.epoch, step, m.WorkerPhase.BOUND))
         return fleet.state.tries
 
     def fail(snapshot: int) -> None:
-        fleet.hear(m.Broken("0", 1, fleet.state.epoch, 0))
+        fleet.handle(m.Broken("0", 1, fleet.state.epoch, 0))
         fleet.park(step=snapshot)
         fleet.bind()
 
@@ -99,7 +99,7 @@ def test_only_steps_beyond_the_furthest_one_are_progress_unless_ground_was_lost(
     assert [fleet.state.tries, reach(7)] == [2, 0]
 
 
-# --- what only memory holds -----------------------------------------------------------------------
+# --- steps that only memory holds -----------------------------------------------------------------
 
 
 def all_barred(seed: int = 0, step: int = 7, **changes: Any) -> Fleet:
@@ -107,20 +107,20 @@ def all_barred(seed: int = 0, step: int = 7, **changes: Any) -> Fleet:
     chance = random.Random(seed)
     fleet = running(4, spares=0, **changes)
     beats = [m.Heartbeat(name, 1, 0, step, m.WorkerPhase.BOUND) for name in fleet.state.seats]
-    fleet.hear(*beats)
+    fleet.handle(*beats)
     lost = chance.choice([None, *fleet.state.seats])
     for name in fleet.state.seats:
         barred: list[m.CoreEvent] = [m.Drain(name), m.Suspect(name, "health", "dust")]
-        fleet.hear(chance.choice(barred))
+        fleet.handle(chance.choice(barred))
     if lost is not None:
-        fleet.hear(m.Broken("0", 1, 0, 0), m.Disconnected(lost, 1), m.Tick(), after_s=2.0)
+        fleet.handle(m.Broken("0", 1, 0, 0), m.Disconnected(lost, 1), m.Tick(), after_s=2.0)
     fleet.park(step=step)
     assert fleet.state.phase is FleetPhase.WAITING
     return fleet
 
 
 def orders_to_save(fleet: Fleet) -> dict[str, c.SaveSnapshots]:
-    return {name: command for name, command in fleet.said if isinstance(command, c.SaveSnapshots)}
+    return {name: command for name, command in fleet.sent if isinstance(command, c.SaveSnapshots)}
 
 
 @given(st.integers(0, 2**32), st.sampled_from([0, 1, 2]))
@@ -128,7 +128,7 @@ def test_a_fleet_that_is_stopped_while_it_waits_has_each_state_written_once_by_a
     seed: int, shard_ranks: int
 ) -> None:
     fleet = all_barred(seed, formation=Formation(1, (4,), shard_ranks=shard_ranks))
-    fleet.hear(m.StopRun())
+    fleet.handle(m.StopRun())
     orders, formation = orders_to_save(fleet), fleet.state.settings.formation
     assert fleet.state.phase is FleetPhase.SAVING
     assert sorted(state for order in orders.values() for _, state in order.share) == list(
@@ -136,40 +136,40 @@ def test_a_fleet_that_is_stopped_while_it_waits_has_each_state_written_once_by_a
     )
     for name, order in orders.items():
         assert (order.step, order.ranks, order.states) == (7, 4, formation.keys(4))
-        held = {held.rank for held in fleet.state.nodes[name].snapshots if held.step == 7}
+        ranks = {snapshot.rank for snapshot in fleet.state.nodes[name].snapshots if snapshot.step == 7}
         for rank, state in order.share:
-            assert rank in held
+            assert rank in ranks
             assert formation.key(4, rank) == state
-    fleet.hear(m.Durable("0", 1, fleet.state.epoch, 7), m.DiskHolds((7,)))
+    fleet.handle(m.Durable("0", 1, fleet.state.epoch, 7), m.DiskHolds((7,)))
     assert fleet.state.phase is FleetPhase.FINISHED
     assert fleet.state.reason.endswith("step 7 was saved from the memory of the nodes")
 
 
 @effort(deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.sampled_from(["refuses", "dies", "returns"]), max_size=8))
-def test_as_long_as_memory_holds_every_state_it_is_saved_by_others_and_else_the_lost_steps_are_told(
+def test_as_long_as_memory_holds_every_state_it_is_saved_by_others_and_else_the_lost_steps_are_reported(
     seed: int, troubles: list[str]
 ) -> None:
     fleet, chance = all_barred(seed), random.Random(seed)
-    fleet.hear(m.StopRun())
+    fleet.handle(m.StopRun())
     for trouble in troubles:
         if fleet.state.phase is not FleetPhase.SAVING:
             break
         name = chance.choice(sorted(fleet.state.writing))
         if trouble == "refuses":
-            fleet.hear(m.NotSaved(name, fleet.incarnation(name), fleet.state.epoch, "damaged"))
+            fleet.handle(m.NotSaved(name, fleet.incarnation(name), fleet.state.epoch, "damaged"))
         elif trouble == "dies":
-            fleet.hear(m.Disconnected(name, fleet.incarnation(name)), m.Tick())
-            fleet.hear(m.Tick(), after_s=3.0)
+            fleet.handle(m.Disconnected(name, fleet.incarnation(name)), m.Tick())
+            fleet.handle(m.Tick(), after_s=3.0)
         else:
             fleet.join(name, incarnation=fleet.incarnation(name) + 1)
         check(fleet.state)
-    whole = {
-        held.rank for node in fleet.state.nodes.values() if node.alive for held in node.snapshots
+    is_complete = {
+        snapshot.rank for node in fleet.state.nodes.values() if node.alive for snapshot in node.snapshots
     } >= set(range(4))
-    assert (fleet.state.phase is FleetPhase.SAVING) == whole
-    if whole:
-        fleet.hear(m.DiskHolds((7,)))
+    assert (fleet.state.phase is FleetPhase.SAVING) == is_complete
+    if is_complete:
+        fleet.handle(m.DiskHolds((7,)))
     else:
         assert "steps 1 to 7 are not on disk, and will be computed again" in fleet.state.reason
     assert fleet.state.phase is FleetPhase.FINISHED
@@ -177,53 +177,53 @@ def test_as_long_as_memory_holds_every_state_it_is_saved_by_others_and_else_the_
 
 def test_each_try_to_save_has_the_next_epoch_number_and_late_reports_of_an_earlier_try_are_stale() -> None:
     fleet = running(4, spares=0)
-    fleet.hear(*(m.Drain(name) for name in fleet.state.seats))
+    fleet.handle(*(m.Drain(name) for name in fleet.state.seats))
     fleet.park(step=7)
-    fleet.hear(m.StopRun())
+    fleet.handle(m.StopRun())
     assert (fleet.state.phase, fleet.state.epoch) == (FleetPhase.SAVING, 1)
-    fleet.hear(m.NotSaved("0", 1, 1, "no space left"))
+    fleet.handle(m.NotSaved("0", 1, 1, "no space left"))
     assert (fleet.state.phase, fleet.state.epoch) == (FleetPhase.SAVING, 2)
-    fleet.hear(m.NotSaved("1", 1, 1, "no space left"))
+    fleet.handle(m.NotSaved("1", 1, 1, "no space left"))
     assert (fleet.state.epoch, fleet.state.stale) == (2, 1)
     assert fleet.state.nodes["1"].snapshots, "the node may be able to write its share of the second try"
 
 
 def test_an_order_to_save_that_was_lost_is_repeated() -> None:
     fleet = all_barred()
-    fleet.hear(m.StopRun())
-    told = orders_to_save(fleet)
-    for name, order in told.items():
-        fleet.hear(m.Heartbeat(name, fleet.incarnation(name), m.NO_EPOCH, m.NO_STEP, m.WorkerPhase.WARM))
+    fleet.handle(m.StopRun())
+    orders = orders_to_save(fleet)
+    for name, order in orders.items():
+        fleet.handle(m.Heartbeat(name, fleet.incarnation(name), m.NO_EPOCH, m.NO_STEP, m.WorkerPhase.WARM))
         assert orders_to_save(fleet) == {name: order}
 
 
-def test_a_fleet_whose_nodes_do_not_save_in_time_ends_and_says_what_is_lost() -> None:
+def test_a_fleet_whose_nodes_do_not_save_in_time_ends_and_names_the_lost_steps() -> None:
     fleet = all_barred(lease_s=1e9)
-    fleet.hear(m.Durable("0", 1, 0, 4), m.StopRun())
-    fleet.hear(m.Tick(), after_s=601.0)
+    fleet.handle(m.Durable("0", 1, 0, 4), m.StopRun())
+    fleet.handle(m.Tick(), after_s=601.0)
     assert fleet.state.phase is FleetPhase.FINISHED
     assert "did not save their memory within 600 s; steps 5 to 7 are not on disk" in fleet.state.reason
 
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_a_run_that_is_given_up_is_saved_first_unless_the_disk_has_it_all(durable: bool) -> None:
-    fleet = running(wanted=2, spares=0, max_tries=2)
+    fleet = running(nodes=2, spares=0, max_tries=2)
     for _ in range(4):
-        fleet.hear(m.Broken("0", 1, fleet.state.epoch, 0, "illegal instruction"))
-        fleet.hear(*([m.Durable("0", 1, 0, 5)] if durable else []))
+        fleet.handle(m.Broken("0", 1, fleet.state.epoch, 0, "illegal instruction"))
+        fleet.handle(*([m.Durable("0", 1, 0, 5)] if durable else []))
         fleet.park(step=5)
         fleet.bind()
     assert (fleet.state.phase is FleetPhase.FAILED) is durable
-    fleet.hear(m.DiskHolds((5,)))
+    fleet.handle(m.DiskHolds((5,)))
     assert fleet.state.phase is FleetPhase.FAILED
 
 
 # --- a fleet that is stopped while it forms anew -----------------------------------------------------
 
 
-def forming_anew(wanted: int = 4) -> Fleet:
+def forming_anew(nodes: int = 4) -> Fleet:
     """The fleet of a run's second start, without a journal: agents of the first one hold ``step 7`` and are still dialing."""
-    fleet = Fleet(settings(wanted, lease_s=1e9))
+    fleet = Fleet(settings(nodes, lease_s=1e9))
     fleet.state = initial_state(fleet.state.settings, 0.0, FencingToken(1, ""))
     return fleet
 
@@ -232,7 +232,7 @@ def dials(
     name: str, step: int | None = 7, ranks: int = 4, *, spare: bool = False, incarnation: int = 1
 ) -> m.Joined:
     """An agent attaches, with the snapshot of ``step`` of the rank that has its name, or with an empty memory."""
-    held = () if step is None else (m.RankSnapshot(ranks, int(name), step, "own", epoch=3),)
+    snapshots = () if step is None else (m.RankSnapshot(ranks, int(name), step, "own", epoch=3),)
     return m.Joined(
         name,
         incarnation,
@@ -241,7 +241,7 @@ def dials(
         7,
         ("rack0",),
         meeting_points=(f"{name}:1",),
-        snapshots=held,
+        snapshots=snapshots,
         started_as_spare=spare,
     )
 
@@ -256,95 +256,95 @@ def test_a_fleet_that_is_stopped_while_it_forms_anew_saves_what_agents_that_stil
     members: list[str], spares: list[str], before: int, over_s: float
 ) -> None:
     fleet = forming_anew()
-    fleet.hear(*(dials(name, None, spare=True) for name in spares), *map(dials, members[:before]))
-    fleet.hear(m.StopRun())
+    fleet.handle(*(dials(name, None, spare=True) for name in spares), *map(dials, members[:before]))
+    fleet.handle(m.StopRun())
     for name in members[before:]:
         assert fleet.state.phase is FleetPhase.FORMING
-        fleet.hear(m.Tick(), dials(name), after_s=over_s / 4)
+        fleet.handle(m.Tick(), dials(name), after_s=over_s / 4)
         check(fleet.state)
     assert fleet.state.phase is FleetPhase.SAVING
     assert len({rank for order in orders_to_save(fleet).values() for rank, _ in order.share}) == 4
-    fleet.hear(m.DiskHolds((7,)))
+    fleet.handle(m.DiskHolds((7,)))
     assert fleet.state.phase is FleetPhase.FINISHED
 
 
 @given(st.sets(st.sampled_from(["0", "1", "2", "3"]), max_size=3))
 def test_agents_that_never_dial_are_waited_for_no_longer_than_nodes_of_a_new_run(dialing: set[str]) -> None:
     fleet = forming_anew()
-    fleet.hear(m.StopRun(), *map(dials, sorted(dialing)))
-    fleet.hear(m.Tick(), after_s=fleet.state.settings.form_s - 0.1)
+    fleet.handle(m.StopRun(), *map(dials, sorted(dialing)))
+    fleet.handle(m.Tick(), after_s=fleet.state.settings.form_s - 0.1)
     assert fleet.state.phase is FleetPhase.FORMING
     assert next_deadline_s(fleet.state) <= fleet.state.settings.form_s
-    fleet.hear(m.Tick(), after_s=0.2)
+    fleet.handle(m.Tick(), after_s=0.2)
     assert fleet.state.phase is FleetPhase.FINISHED
 
 
 def test_a_stop_waits_for_nobody_where_nothing_was_computed_or_all_have_described_an_empty_memory() -> None:
     fleet = Fleet(settings(4))
-    fleet.hear(m.StopRun())
+    fleet.handle(m.StopRun())
     assert fleet.state.phase is FleetPhase.FINISHED
     fleet = forming_anew()
-    fleet.hear(m.StopRun(), *(dials(name, None) for name in "0123"))
+    fleet.handle(m.StopRun(), *(dials(name, None) for name in "0123"))
     assert fleet.state.phase is FleetPhase.FINISHED
 
 
-def asked_anew(known: bool) -> Fleet:
+def asked_anew(nodes_are_known: bool) -> Fleet:
     """A fleet whose journal was damaged, and that waits: its four nodes are fenced, or the lines that spoke of them are gone."""
     fleet = running(4, spares=0)
-    if known:
-        fleet.hear(*(m.Disconnected(name, 1) for name in fleet.state.seats))
-        fleet.hear(m.Tick(), after_s=4.0 * fleet.state.settings.confirm_s)
+    if nodes_are_known:
+        fleet.handle(*(m.Disconnected(name, 1) for name in fleet.state.seats))
+        fleet.handle(m.Tick(), after_s=4.0 * fleet.state.settings.confirm_s)
     else:
         fleet.state.nodes = {}
     fleet.state, _ = resync(fleet.state, mark(fleet.state), "line 3")
-    fleet.hear(m.Tick())
+    fleet.handle(m.Tick())
     assert fleet.state.phase is FleetPhase.WAITING
     return fleet
 
 
 @given(st.booleans(), st.permutations(["0", "1", "2", "3"]), st.floats(0, 9.9), st.integers(0, 3))
 def test_a_stop_after_a_damaged_journal_waits_for_agents_that_still_dial_although_no_node_is_known_to_live(
-    known: bool, names: list[str], over_s: float, drained: int
+    nodes_are_known: bool, names: list[str], over_s: float, drained: int
 ) -> None:
-    fleet = asked_anew(known)
-    fleet.hear(m.StopRun())
+    fleet = asked_anew(nodes_are_known)
+    fleet.handle(m.StopRun())
     for name in names:
         assert fleet.state.phase is FleetPhase.WAITING
-        fleet.hear(m.Tick(), dials(name, incarnation=2), after_s=over_s / 4)
+        fleet.handle(m.Tick(), dials(name, incarnation=2), after_s=over_s / 4)
         if names.index(name) < drained:
-            fleet.hear(m.Drain(name))
+            fleet.handle(m.Drain(name))
         check(fleet.state)
     assert fleet.state.phase is FleetPhase.SAVING
     assert len({rank for order in orders_to_save(fleet).values() for rank, _ in order.share}) == 4
-    fleet.hear(m.DiskHolds((7,)))
+    fleet.handle(m.DiskHolds((7,)))
     assert fleet.state.phase is FleetPhase.FINISHED
 
 
 @given(st.booleans(), st.sets(st.sampled_from(["0", "1", "2", "3"]), max_size=3), st.floats(0, 5))
-def test_after_a_damaged_journal_a_stop_waits_until_agents_have_had_form_s_since_they_were_asked_and_no_longer(
-    known: bool, dialing: set[str], before_s: float
+def test_after_a_damaged_journal_a_stop_waits_until_agents_have_had_form_s_since_the_request_to_them_and_no_longer(
+    nodes_are_known: bool, dialing: set[str], before_s: float
 ) -> None:
-    fleet = asked_anew(known)
+    fleet = asked_anew(nodes_are_known)
     requested_s, form_s = fleet.now_s, fleet.state.settings.form_s
-    fleet.hear(m.Tick(), after_s=before_s)
-    fleet.hear(m.StopRun(), *(dials(name, incarnation=2) for name in sorted(dialing)))
-    fleet.hear(m.Tick(), after_s=form_s - before_s - 0.1)
+    fleet.handle(m.Tick(), after_s=before_s)
+    fleet.handle(m.StopRun(), *(dials(name, incarnation=2) for name in sorted(dialing)))
+    fleet.handle(m.Tick(), after_s=form_s - before_s - 0.1)
     assert fleet.state.phase is FleetPhase.WAITING
     assert next_deadline_s(fleet.state) <= requested_s + form_s
-    fleet.hear(m.Tick(), after_s=0.2)
+    fleet.handle(m.Tick(), after_s=0.2)
     assert fleet.state.phase is FleetPhase.FINISHED
-    fleet = asked_anew(known)
-    fleet.hear(m.Tick(), after_s=form_s + before_s)
-    fleet.hear(m.StopRun())
+    fleet = asked_anew(nodes_are_known)
+    fleet.handle(m.Tick(), after_s=form_s + before_s)
+    fleet.handle(m.StopRun())
     assert fleet.state.phase is FleetPhase.FINISHED
 
 
 def test_a_run_whose_whole_journal_is_lost_has_begun_for_all_that_is_known() -> None:
     fleet = Fleet(settings(4))
     fleet.state, _ = resync(fleet.state, mark(fleet.state), "line 1")
-    fleet.hear(m.StopRun(), *(dials(name) for name in "012"))
+    fleet.handle(m.StopRun(), *(dials(name) for name in "012"))
     assert fleet.state.phase is FleetPhase.FORMING
-    fleet.hear(dials("3"))
+    fleet.handle(dials("3"))
     assert fleet.state.phase is FleetPhase.SAVING
 
 
@@ -352,22 +352,22 @@ def test_a_stop_waits_for_members_that_still_dial_although_as_many_spares_with_a
     None
 ):
     fleet = forming_anew()
-    fleet.hear(m.StopRun(), *(dials(name, None, spare=True) for name in "4567"))
+    fleet.handle(m.StopRun(), *(dials(name, None, spare=True) for name in "4567"))
     assert fleet.state.phase is FleetPhase.FORMING
-    fleet.hear(*map(dials, "0123"))
+    fleet.handle(*map(dials, "0123"))
     assert fleet.state.phase is FleetPhase.SAVING
 
 
-def test_asked_twice_a_fleet_that_waits_for_agents_that_still_dial_ends_at_once() -> None:
+def test_a_second_stop_ends_a_fleet_at_once_that_waits_for_agents_that_still_dial() -> None:
     fleet = forming_anew()
-    fleet.hear(m.StopRun(), m.StopRun())
+    fleet.handle(m.StopRun(), m.StopRun())
     assert fleet.state.phase is FleetPhase.FINISHED
 
 
-def test_who_only_wants_a_run_saved_may_ask_as_often_as_he_likes() -> None:
+def test_a_stop_that_must_save_may_be_requested_any_number_of_times() -> None:
     fleet = forming_anew()
-    fleet.hear(*[m.StopRun(never_at_once=True)] * 3)
+    fleet.handle(*[m.StopRun(never_at_once=True)] * 3)
     assert fleet.state.stopping
     assert fleet.state.phase is not FleetPhase.FINISHED
-    fleet.hear(m.StopRun())
+    fleet.handle(m.StopRun())
     assert fleet.state.phase is FleetPhase.FINISHED

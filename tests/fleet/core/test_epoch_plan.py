@@ -119,9 +119,9 @@ def test_coordinator_and_workers_agree_on_how_any_number_of_ranks_divides_the_mo
 
 
 def test_a_snapshot_may_go_only_when_a_newer_one_is_safe() -> None:
-    held = tuple(m.RankSnapshot(2, 0, step, "own") for step in (3, 4))
-    assert droppable(held, 3) == ()
-    assert droppable(held, 4) == held[:1]
+    snapshots = tuple(m.RankSnapshot(2, 0, step, "own") for step in (3, 4))
+    assert droppable(snapshots, 3) == ()
+    assert droppable(snapshots, 4) == snapshots[:1]
     assert may_begin(4, 4)
     assert not may_begin(4, 3)
 
@@ -144,10 +144,10 @@ def test_buddies_differ_in_the_widest_domain_that_allows_it(
 
 def test_a_member_restores_from_itself_then_from_the_nearest_holder() -> None:
     fleet = fleet_in_racks("r0", "r1", "r0", "r1", "r2", "r1")
-    fleet.hear(m.Broken("0", 1, 0, 0))
+    fleet.handle(m.Broken("0", 1, 0, 0))
     for name in fleet.state.seats:
-        held = tuple(m.RankSnapshot(4, rank, 5, "own", epoch=0) for rank in range(4))
-        fleet.hear(m.Parked(name, 1, 0, (f"{name}:1",), held))
+        snapshots = tuple(m.RankSnapshot(4, rank, 5, "own", epoch=0) for rank in range(4))
+        fleet.handle(m.Parked(name, 1, 0, (f"{name}:1",), snapshots))
     point = RestorePoint(4, 5)
     assert fleet.state.source == point
     for name in fleet.state.seats:
@@ -168,25 +168,25 @@ def test_the_nearest_of_a_crowd_are_those_that_a_look_at_all_of_it_finds(
 ) -> None:
     fleet = Fleet(settings(20))
     for number, domain in enumerate(domains):
-        fleet.hear(m.Joined(f"{number:02d}", 1, 1, "h", 7, domain, meeting_points=("h:1",)))
+        fleet.handle(m.Joined(f"{number:02d}", 1, 1, "h", 7, domain, meeting_points=("h:1",)))
     nodes = fleet.state.nodes
-    held = {name: int(name) for name in nodes if int(name) in holding}
+    ranks = {name: int(name) for name in nodes if int(name) in holding}
     node = nodes[data.draw(st.sampled_from(sorted(nodes)))]
 
     def far(name: str) -> tuple[bool, int, str]:
         return name != node.name, -common_levels(nodes[name].domain, node.domain), name
 
-    near = Crowd(fleet.state, held).near(node)
-    assert sorted(near, key=far)[:HOLDERS_NAMED] == sorted(held, key=far)[:HOLDERS_NAMED]
-    assert near.items() <= held.items()
+    near = Crowd(fleet.state, ranks).near(node)
+    assert sorted(near, key=far)[:HOLDERS_NAMED] == sorted(ranks, key=far)[:HOLDERS_NAMED]
+    assert near.items() <= ranks.items()
 
 
 @pytest.mark.parametrize("shard_ranks", [0, 2])
-def test_members_of_a_fleet_with_many_replicas_are_told_the_same_as_each_by_itself(shard_ranks: int) -> None:
+def test_members_of_a_fleet_with_many_replicas_get_the_same_binds_as_each_by_itself(shard_ranks: int) -> None:
     fleet = running(20, formation=Formation(1, tuple(range(2, 21, 2)), shard_ranks=shard_ranks))
-    fleet.hear(m.Disconnected("3", 1), m.Broken("0", 1, 0, 0))
+    fleet.handle(m.Disconnected("3", 1), m.Broken("0", 1, 0, 0))
     fleet.park()
-    binds = {name: command for name, command in fleet.said if isinstance(command, c.Bind)}
+    binds = {name: command for name, command in fleet.sent if isinstance(command, c.Bind)}
     assert len(binds) == 20
     assert all(resumed(bind).ranks == 20 for bind in binds.values())
     assert binds == {name: bind(fleet.state, fleet.state.nodes[name], {}) for name in binds}
@@ -209,7 +209,7 @@ def test_the_ring_of_buddies_stays_only_while_it_separates_racks(
     fleet = fleet_in_racks(*racks, spare, spare)
     before = list(fleet.state.ring)
     lost, other = fleet.state.seats[victim], fleet.state.seats[victim - 1]
-    fleet.hear(m.Disconnected(lost, 1), m.Broken(other, 1, 0, 0))
+    fleet.handle(m.Disconnected(lost, 1), m.Broken(other, 1, 0, 0))
     fleet.park()
     state = fleet.state
     assert state.nodes[state.seats[victim]].domain[1] == spare
@@ -220,39 +220,39 @@ def test_the_ring_of_buddies_stays_only_while_it_separates_racks(
 
 def test_the_newest_snapshot_of_which_all_is_held_is_restored() -> None:
     fleet = running(2, 0)
-    fleet.hear(m.Broken("0", 1, 0, 0))
+    fleet.handle(m.Broken("0", 1, 0, 0))
     for rank, (name, steps) in enumerate((("0", (5, 7)), ("1", (5, 7, 9)))):
-        held = tuple(m.RankSnapshot(2, rank, step, "own", epoch=0) for step in steps)
-        fleet.hear(m.Parked(name, 1, 0, (f"{name}:1",), held))
+        snapshots = tuple(m.RankSnapshot(2, rank, step, "own", epoch=0) for step in steps)
+        fleet.handle(m.Parked(name, 1, 0, (f"{name}:1",), snapshots))
     assert fleet.state.source == RestorePoint(2, 7)
 
 
 def test_a_rollcall_does_not_stand_for_snapshots_of_another_step() -> None:
     fleet = running(4, 0)
-    fleet.hear(m.Broken("0", 1, 0, 0))
+    fleet.handle(m.Broken("0", 1, 0, 0))
     later = m.RankSnapshot(4, fleet.state.seats.index("1"), 7, "own", epoch=0)
-    fleet.hear(m.Parked("1", 1, 0, ("1:1",), (later,)), m.Rollcall("parked", 0, steps=(5,), absent=("1",)))
+    fleet.handle(m.Parked("1", 1, 0, ("1:1",), (later,)), m.Rollcall("parked", 0, steps=(5,), absent=("1",)))
     assert fleet.state.source == RestorePoint(4, 5)
 
 
 def test_a_rollcall_does_not_stand_for_snapshots_of_another_number_of_ranks() -> None:
     fleet = running(4, 0)
-    fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    fleet.handle(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
     fleet.park()
     fleet.bind()
     of_four = m.RankSnapshot(4, 2, 9, "own", epoch=0)
-    fleet.hear(m.Joined("1", 2, 1, "1", 7, ("rack1",), meeting_points=("1:1",), snapshots=(of_four,)))
-    fleet.hear(m.Broken("0", 1, 1, 0), m.Rollcall("parked", 1, steps=(9,)))
+    fleet.handle(m.Joined("1", 2, 1, "1", 7, ("rack1",), meeting_points=("1:1",), snapshots=(of_four,)))
+    fleet.handle(m.Broken("0", 1, 1, 0), m.Rollcall("parked", 1, steps=(9,)))
     assert fleet.state.source == RestorePoint(3, 9)
 
 
 def test_where_replicas_make_buddies_needless_a_rollcall_names_the_replicas_alone() -> None:
     fleet = running(formation=Formation(1, (2, 4), shard_ranks=2))
     seats = list(fleet.state.seats)
-    fleet.hear(m.Broken("0", 1, 0, 0), m.Rollcall("parked", 0, steps=(5,)))
+    fleet.handle(m.Broken("0", 1, 0, 0), m.Rollcall("parked", 0, steps=(5,)))
     for key in range(2):
-        held = copies_of(fleet.state, RestorePoint(4, 5), key)
-        assert held == {seats[rank]: rank for rank in (key, key + 2)}
+        copies = copies_of(fleet.state, RestorePoint(4, 5), key)
+        assert copies == {seats[rank]: rank for rank in (key, key + 2)}
 
 
 def test_a_rollcall_is_no_snapshot_of_what_an_absent_node_and_its_buddy_held() -> None:
@@ -262,9 +262,9 @@ def test_a_rollcall_is_no_snapshot_of_what_an_absent_node_and_its_buddy_held() -
         assert fleet.state.ring[fleet.state.ring[0]] != 0, "the buddy's own state has another holder"
         absent = (lost, buddy) if both else (lost,)
         reporter = next(name for name in fleet.state.seats if name not in (lost, buddy))
-        fleet.hear(m.DiskHolds((2,)), m.Broken(reporter, 1, 0, 0))
-        fleet.hear(*(m.Disconnected(name, 1) for name in absent))
-        fleet.hear(m.Rollcall("parked", 0, steps=(5,), absent=absent))
+        fleet.handle(m.DiskHolds((2,)), m.Broken(reporter, 1, 0, 0))
+        fleet.handle(*(m.Disconnected(name, 1) for name in absent))
+        fleet.handle(m.Rollcall("parked", 0, steps=(5,), absent=absent))
         assert fleet.state.source == source
 
 
@@ -273,10 +273,10 @@ def test_the_nearest_spare_takes_a_vacant_seat() -> None:
     halls = {"0": "a", "1": "a", "2": "b", "3": "b", "4": "b", "5": "a"}
     for name, hall in halls.items():
         domain = (hall, f"rack{name}")
-        fleet.hear(m.Joined(name, 1, 1, name, 7, domain, meeting_points=(f"{name}:1",)))
+        fleet.handle(m.Joined(name, 1, 1, name, 7, domain, meeting_points=(f"{name}:1",)))
     fleet.bind()
     assert fleet.state.seats == ["0", "1", "2", "3"]
-    fleet.hear(m.Disconnected("0", 1), m.Broken("1", 1, 0, 0))
+    fleet.handle(m.Disconnected("0", 1), m.Broken("1", 1, 0, 0))
     fleet.park()
     assert fleet.state.seats == ["5", "1", "2", "3"], "node 5 is in the hall of the lost one, node 4 is not"
 
@@ -288,20 +288,20 @@ def binds_of_a_shrunken_fleet(nodes: int) -> list[c.Bind]:
     points = tuple(f"10.0.0.1:{5000 + worker}" for worker in range(8))
     names = [f"node-{number:03d}" for number in range(nodes)]
     for name in names:
-        fleet.hear(m.Joined(name, 1, 8, "10.0.0.1", 4000, meeting_points=points))
+        fleet.handle(m.Joined(name, 1, 8, "10.0.0.1", 4000, meeting_points=points))
     fleet.bind()
     before, ring = list(fleet.state.seats), list(fleet.state.ring)
-    fleet.hear(m.Disconnected(before[3], 1), m.Broken(before[4], 1, 0, 0))
+    fleet.handle(m.Disconnected(before[3], 1), m.Broken(before[4], 1, 0, 0))
     for seat, name in enumerate(before):
         if seat != 3:
             seats = (("own", seat), ("buddy", ring.index(seat)))
-            held = tuple(
+            snapshots = tuple(
                 m.RankSnapshot(8 * nodes, rank, 5, "own" if kind == "own" else "buddy", epoch=0)
                 for kind, held_seat in seats
                 for rank in range(8 * held_seat, 8 * held_seat + 8)
             )
-            fleet.hear(m.Parked(name, 1, 0, points, held))
-    return [command for _, command in fleet.said if isinstance(command, c.Bind)]
+            fleet.handle(m.Parked(name, 1, 0, points, snapshots))
+    return [command for _, command in fleet.sent if isinstance(command, c.Bind)]
 
 
 def test_the_shares_of_all_members_name_holders_of_every_state_and_grow_with_the_fleet_alone() -> None:
@@ -319,9 +319,9 @@ def test_the_shares_of_all_members_name_holders_of_every_state_and_grow_with_the
 
 def test_each_member_gets_holders_where_the_members_are_more_than_the_states() -> None:
     fleet = running(4, spares=0, formation=Formation(1, (1, 2, 3, 4), shard_ranks=1))
-    fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    fleet.handle(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
     fleet.park(step=5)
-    binds = [command for _, command in fleet.said if isinstance(command, c.Bind)]
+    binds = [command for _, command in fleet.sent if isinstance(command, c.Bind)]
     assert [bind.ranks for bind in binds] == [3, 3, 3]
     assert all(resumed(bind).shared and resumed(bind).holders for bind in binds)
 
@@ -329,24 +329,24 @@ def test_each_member_gets_holders_where_the_members_are_more_than_the_states() -
 def test_a_bind_has_the_seconds_since_training_was_interrupted() -> None:
     fleet = Fleet(settings(2))
     fleet.join("0", "1")
-    assert [command.left_s_ago for _, command in fleet.said if isinstance(command, c.Bind)] == [None, None]
+    assert [command.left_s_ago for _, command in fleet.sent if isinstance(command, c.Bind)] == [None, None]
     fleet.bind()
-    fleet.hear(m.Broken("0", 1, 0, 0))
-    fleet.hear(after_s=3.0)
+    fleet.handle(m.Broken("0", 1, 0, 0))
+    fleet.handle(after_s=3.0)
     fleet.park()
-    assert [command.left_s_ago for _, command in fleet.said if isinstance(command, c.Bind)] == [3.0, 3.0]
+    assert [command.left_s_ago for _, command in fleet.sent if isinstance(command, c.Bind)] == [3.0, 3.0]
 
 
 def test_a_bind_with_a_holder_of_nothing_or_of_no_number_is_refused_by_the_field() -> None:
     (bind, *_) = binds_of_a_shrunken_fleet(8)
-    said = m.encode(bind)
+    message = m.encode(bind)
     ranks = b'"ranks":[%s]' % b",".join(b"%d" % rank for rank in resumed(bind).holders[0].ranks)
     for bad in (b'"ranks":[]', b'"ranks":[-1]', b'"ranks":7', b'"rank":7'):
         with pytest.raises(msgspec.ValidationError, match=r"holders\[0\]"):
-            c.decode_command(said.replace(ranks, bad, 1))
-    for end in range(0, len(said), 7):
+            c.decode_command(message.replace(ranks, bad, 1))
+    for end in range(0, len(message), 7):
         with pytest.raises(msgspec.DecodeError):
-            c.decode_command(said[:end])
+            c.decode_command(message[:end])
 
 
 def resumed(bind: c.Bind) -> c.FromMemory:
@@ -357,6 +357,6 @@ def resumed(bind: c.Bind) -> c.FromMemory:
 def test_the_last_node_without_which_no_epoch_can_be_is_needed() -> None:
     fleet = running(2, 0)
     assert not is_needed(fleet.state, "0")
-    fleet.hear(m.Drain("0"))
+    fleet.handle(m.Drain("0"))
     assert is_needed(fleet.state, "1")
     assert not is_needed(fleet.state, "0")

@@ -106,12 +106,12 @@ def journal_of(history: list[tuple[float, m.CoreEvent]]) -> list[tuple[float, m.
 def test_every_event_in_every_state_has_an_answer_and_breaks_no_invariant(
     history: list[tuple[float, m.CoreEvent]], formed: bool
 ) -> None:
-    fleet = running(wanted=3, spares=1) if formed else Fleet(settings(3))
+    fleet = running(nodes=3, spares=1) if formed else Fleet(settings(3))
     for wait_s, event in history:
         before = mark(fleet.state)
-        said = fleet.hear(event, after_s=wait_s)
+        deliveries = fleet.handle(event, after_s=wait_s)
         check(fleet.state, before)
-        assert all(c.decode_command(m.encode(command)) == command for _, command in said)
+        assert all(c.decode_command(m.encode(command)) == command for _, command in deliveries)
 
 
 @effort(max_examples=100, deadline=None)
@@ -119,9 +119,9 @@ def test_every_event_in_every_state_has_an_answer_and_breaks_no_invariant(
 def test_the_journal_replays_to_the_same_state_even_across_an_encoding(
     history: list[tuple[float, m.CoreEvent]],
 ) -> None:
-    fleet = running(wanted=3, spares=1)
+    fleet = running(nodes=3, spares=1)
     for wait_s, event in history:
-        fleet.hear(event, after_s=wait_s)
+        fleet.handle(event, after_s=wait_s)
     lines = [batch_line(now_s, (event,)) for now_s, event in fleet.journal]
     half = len(lines) // 2
     state = replay([first_line(initial_state(fleet.state.settings, 0.0)), *lines[:half]]).state
@@ -134,16 +134,16 @@ def test_the_journal_replays_to_the_same_state_even_across_an_encoding(
 def test_a_message_of_an_earlier_life_changes_nothing_but_the_count(
     history: list[tuple[float, m.CoreEvent]], late: m.CoreEvent
 ) -> None:
-    fleet = running(wanted=3, spares=1)
+    fleet = running(nodes=3, spares=1)
     for wait_s, event in history:
-        fleet.hear(event, after_s=wait_s)
+        fleet.handle(event, after_s=wait_s)
     if not hasattr(late, "incarnation") or fleet.state.nodes.get(late.node) is None:
         return
     late = msgspec.structs.replace(late, incarnation=0)
-    before, said = encode_state(fleet.state), fleet.hear(late)
+    before, deliveries = encode_state(fleet.state), fleet.handle(late)
     fleet.state.stale = decode_state(before).stale
     assert encode_state(fleet.state) == before
-    assert not said or isinstance(said[0][1], c.Shutdown | c.Fence)
+    assert not deliveries or isinstance(deliveries[0][1], c.Shutdown | c.Fence)
 
 
 @effort(max_examples=200, deadline=None)
@@ -152,12 +152,12 @@ def test_a_silent_node_is_lost_once_the_coordinator_has_listened_for_a_lease_wha
     turns: list[tuple[float, float]], silent: int
 ) -> None:
     """Each turn: the coordinator stands still for so long, then reads messages for so long (an fsync is reading)."""
-    fleet = running(wanted=4, spares=0, lease_s=15.0, stall_s=1e6)
+    fleet = running(nodes=4, spares=0, lease_s=15.0, stall_s=1e6)
     listened_s = 0.0
     for stood_s, reading_s in turns:
-        said = [m.StoodStill(stood_s)] if stood_s else []
+        pauses = [m.StoodStill(stood_s)] if stood_s else []
         beats = [m.Heartbeat(str(n), 1, 0, 3, m.WorkerPhase.BOUND) for n in range(4) if n != silent]
-        fleet.hear(*said, *beats, m.Tick(), after_s=stood_s + reading_s)
+        fleet.handle(*pauses, *beats, m.Tick(), after_s=stood_s + reading_s)
         listened_s += reading_s
         if fleet.state.phase is not FleetPhase.RUNNING:
             break
@@ -169,7 +169,7 @@ def test_a_silent_node_is_lost_once_the_coordinator_has_listened_for_a_lease_wha
 
 def test_the_same_event_twice_is_the_same_as_once_for_reports_of_a_level() -> None:
     fleet = running()
-    fleet.hear(m.WorkerExited("0", 1, 0, 0, -9))
+    fleet.handle(m.WorkerExited("0", 1, 0, 0, -9))
     for event in (m.Parked("2", 1, 0, ("2:1",), ()), m.Bound("2", 1, 0)):
         state, _ = step(fleet.state, event, fleet.now_s)
         once = decode_state(encode_state(state))

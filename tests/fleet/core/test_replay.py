@@ -64,7 +64,7 @@ def test_requests_behind_the_event_that_raised_are_not_lost() -> None:
     assert replayed(running(), (TRIGGER, m.StopRun(), m.Tick())).state.stopping
 
 
-def test_after_lines_behind_the_contradiction_every_node_is_still_asked() -> None:
+def test_after_lines_behind_the_contradiction_every_node_still_gets_a_request() -> None:
     fleet = running()
     names = list(fleet.state.seats)
     away = tuple(m.Parked(name, 1, 0, (f"{name}:1",), ()) for name in names)

@@ -1,4 +1,4 @@
-"""Who sits where: near each other in the network, also after the fleet has become smaller or larger."""
+"""Seats: members are near each other in the network, also after the fleet has become smaller or larger."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def test_domains_agree_from_the_widest_level_on() -> None:
 
 def test_the_nearest_spare_takes_the_place_of_a_lost_node() -> None:
     fleet = fleet_in_racks("r0", "r1", "r2", "r0")
-    fleet.hear(m.Disconnected("0", 1), m.Broken("1", 1, 0, 0))
+    fleet.handle(m.Disconnected("0", 1), m.Broken("1", 1, 0, 0))
     fleet.park()
     assert fleet.state.seats == ["3", "1"]
 
 
 def test_a_rack_that_lost_several_nodes_at_once_gives_no_spare_while_others_can() -> None:
     fleet = fleet_in_racks("r0", "r0", "r1", "r0", "r0", "r2", "r2", seats=3)
-    fleet.hear(m.Disconnected("0", 1), m.Disconnected("1", 1), m.Broken("2", 1, 0, 0))
+    fleet.handle(m.Disconnected("0", 1), m.Disconnected("1", 1), m.Broken("2", 1, 0, 0))
     fleet.park()
     assert set(fleet.state.seats) == {"5", "6", "2"}
 
 
 def test_the_spare_that_is_near_the_rest_of_its_block_is_taken() -> None:
     fleet = fleet_in_racks("r0", "r0", "r1", "r1", "r0", "r1", seats=4, block=2, unit=2)
-    fleet.hear(m.Disconnected("3", 1), m.Broken("2", 1, 0, 0))
+    fleet.handle(m.Disconnected("3", 1), m.Broken("2", 1, 0, 0))
     fleet.park()
     assert fleet.state.seats == ["0", "1", "2", "5"]
 
@@ -53,13 +53,13 @@ def test_the_first_formation_keeps_units_below_one_switch() -> None:
     assert fleet.state.spares == {"2"}
 
 
-def test_the_first_formation_waits_for_spares_only_where_nodes_say_where_they_are() -> None:
+def test_the_first_formation_waits_for_spares_only_where_nodes_report_their_domain() -> None:
     for domain, formed in (((), True), (("hall", "rack"), False)):
         fleet = Fleet(settings(2, expected_nodes=3, gather_s=5.0))
         for name in ("0", "1"):
-            fleet.hear(m.Joined(name, 1, 1, name, 7, domain, meeting_points=(f"{name}:1",)))
+            fleet.handle(m.Joined(name, 1, 1, name, 7, domain, meeting_points=(f"{name}:1",)))
         assert bool(fleet.state.seats) == formed
-        fleet.hear(m.Tick(), after_s=fleet.state.settings.gather_s)
+        fleet.handle(m.Tick(), after_s=fleet.state.settings.gather_s)
         assert fleet.state.seats
 
 
@@ -78,8 +78,8 @@ def racks_of(fleet: Fleet) -> list[str]:
 def lose(fleet: Fleet, *names: str) -> None:
     """These nodes are gone; the others leave the epoch, and the next one is formed."""
     other = next(name for name in fleet.state.seats if name not in names)
-    fleet.hear(*(m.Disconnected(name, 1) for name in names), m.Broken(other, 1, fleet.state.epoch, 0))
-    fleet.hear(m.Tick(), after_s=fleet.state.settings.confirm_s)
+    fleet.handle(*(m.Disconnected(name, 1) for name in names), m.Broken(other, 1, fleet.state.epoch, 0))
+    fleet.handle(m.Tick(), after_s=fleet.state.settings.confirm_s)
     fleet.park()
     fleet.bind()
 
@@ -107,8 +107,8 @@ def test_a_pipeline_that_grows_back_has_its_stages_where_they_were() -> None:
     fleet = fleet_in_racks(*"aaaabbbb", **pipeline_of_two(8), grow_s=1.0)
     lose(fleet, "1", "6")
     for name, rack in (("1", "a"), ("6", "b")):
-        fleet.hear(m.Joined(name, 2, 1, name, 7, ("hall", rack), meeting_points=(f"{name}:2",)))
-    fleet.hear(m.Tick(), after_s=2.0)
+        fleet.handle(m.Joined(name, 2, 1, name, 7, ("hall", rack), meeting_points=(f"{name}:2",)))
+    fleet.handle(m.Tick(), after_s=2.0)
     fleet.park()
     assert racks_of(fleet) == [*"aaaabbbb"]
 
@@ -136,10 +136,10 @@ def test_replicas_that_hold_the_same_keep_it_when_one_of_them_is_lost() -> None:
     assert all(int(name) % 2 == seat % 2 for seat, name in enumerate(fleet.state.seats))
 
 
-def test_nodes_that_do_not_say_where_they_are_keep_their_seats() -> None:
+def test_nodes_that_report_no_domain_keep_their_seats() -> None:
     fleet = Fleet(settings(6, formation=Formation(1, (2, 4, 6), pipeline=2)))
     for name in "012345":
-        fleet.hear(m.Joined(name, 1, 1, name, 7, meeting_points=(f"{name}:1",)))
+        fleet.handle(m.Joined(name, 1, 1, name, 7, meeting_points=(f"{name}:1",)))
     fleet.bind()
     lose(fleet, "0", "4")
     assert fleet.state.seats[1:] == ["1", "2", "3"]
@@ -148,7 +148,7 @@ def test_nodes_that_do_not_say_where_they_are_keep_their_seats() -> None:
 def whole(domains: Sequence[tuple[str, ...]], unit: int, depth: int) -> int:
     """Units that lie in one domain of this level."""
     units = [domains[first : first + unit] for first in range(0, len(domains), unit)]
-    return sum(len({domain[:depth] for domain in one}) == 1 for one in units)
+    return sum(len({domain[:depth] for domain in group}) == 1 for group in units)
 
 
 @given(
@@ -164,8 +164,8 @@ def test_after_any_loss_as_many_units_are_whole_as_the_seated_nodes_allow(
     fleet = Fleet(settings(count, formation=formation, unit=unit, gather_s=0.0))
     for number, domain in enumerate(racks):
         name = str(number)
-        fleet.hear(m.Joined(name, 1, 1, name, 7, domain, meeting_points=(f"{name}:1",)))
-    fleet.hear(m.Tick(), after_s=20.0)
+        fleet.handle(m.Joined(name, 1, 1, name, 7, domain, meeting_points=(f"{name}:1",)))
+    fleet.handle(m.Tick(), after_s=20.0)
     fleet.bind()
     lost = data.draw(
         st.lists(st.sampled_from(fleet.state.seats), min_size=1, max_size=len(racks) - 4, unique=True)
@@ -194,24 +194,24 @@ def test_a_fleet_that_grows_keeps_its_members_unless_units_would_be_torn(
 
     def join(number: int) -> None:
         name = str(number)
-        fleet.hear(m.Joined(name, 1, 1, name, 7, racks[number], meeting_points=(f"{name}:1",)))
+        fleet.handle(m.Joined(name, 1, 1, name, 7, racks[number], meeting_points=(f"{name}:1",)))
 
     first = data.draw(st.permutations(range(len(racks))))
     for number in first[:2]:
         join(number)
     fleet.bind()
     members = set(fleet.state.seats)
-    fleet.hear(m.Enlarge(4, len(racks), (2, 4)))
+    fleet.handle(m.Enlarge(4, len(racks), (2, 4)))
     for number in first[2:]:
         join(number)
-    fleet.hear(m.Tick(), after_s=31.0)
+    fleet.handle(m.Tick(), after_s=31.0)
     fleet.park()
     state = fleet.state
     seated = set(state.seats)
     assert len(seated) == 4
     dropped, taken = members - seated, seated - members
     assert not dropped or unit == 2
-    # Whoever goes makes room for a unit elsewhere, never for a spare of the same rack.
+    # A node that is dropped makes room for a unit elsewhere, never for a spare of the same rack.
     assert not {state.nodes[name].domain for name in dropped} & {state.nodes[name].domain for name in taken}
 
 
@@ -231,10 +231,10 @@ def test_no_member_goes_where_other_spares_leave_as_few_units_torn(
     for number, where in enumerate([*members, *joining]):
         if number == len(members):
             fleet.bind()
-            fleet.hear(m.Enlarge(4, 8, (2, 4)))
+            fleet.handle(m.Enlarge(4, 8, (2, 4)))
         name = str(number)
-        fleet.hear(m.Joined(name, 1, 1, name, 7, (where[0], where), meeting_points=(f"{name}:1",)))
-    fleet.hear(m.Tick(), after_s=31.0)
+        fleet.handle(m.Joined(name, 1, 1, name, 7, (where[0], where), meeting_points=(f"{name}:1",)))
+    fleet.handle(m.Tick(), after_s=31.0)
     fleet.park()
     assert len(fleet.state.seats) == 4
     assert {"0", "1"} <= set(fleet.state.seats)

@@ -41,7 +41,7 @@ def claim_of(fleet: Fleet, head: str = "0") -> Claim:
 
 
 def journal(fleet: Fleet) -> list[bytes]:
-    """The journal of everything that the fleet has heard."""
+    """The journal of all events that the fleet has handled."""
     first = first_line(initial_state(fleet.state.settings, 0.0))
     return [first, *(batch_line(at_s, (event,)) for at_s, event in fleet.journal)]
 
@@ -51,18 +51,18 @@ def led_on(claim: Claim, lines: list[bytes], fleet: Fleet) -> Fleet:
     successor = Fleet(fleet.state.settings)
     successor.now_s = fleet.now_s + 60.0
     successor.state = inherited(claim, lines, START, successor.now_s)
-    successor.hear(m.Restarted())
+    successor.handle(m.Restarted())
     return successor
 
 
-# --- an epoch that was decided, and of which nobody was told
+# --- an epoch that was decided and not sent to any node
 
 
 def decided_and_not_claimed() -> tuple[Fleet, Claim]:
     """A fleet whose head has decided on epoch 1, with the claim that it had made before."""
     fleet = running(spares=2)
     claim = claim_of(fleet)
-    fleet.hear(m.DiskHolds((4,)), m.WorkerExited("1", 1, 0, 0, -9))
+    fleet.handle(m.DiskHolds((4,)), m.WorkerExited("1", 1, 0, 0, -9))
     fleet.park(step=3)
     return fleet, claim
 
@@ -75,7 +75,7 @@ def test_the_head_that_is_back_restores_what_was_saved_while_it_was_away() -> No
         c.FromDisk(4),
     )
     assert is_untold(fleet.state, claim)
-    fleet.hear(m.EpochUnsent(), m.Restarted(), m.DiskHolds((4, 70)))
+    fleet.handle(m.EpochUnsent(), m.Restarted(), m.DiskHolds((4, 70)))
     assert fleet.state.phase is FleetPhase.PARKING
     fleet.park(step=3)
     assert (fleet.state.phase, fleet.state.epoch, fleet.state.source) == (
@@ -87,9 +87,9 @@ def test_the_head_that_is_back_restores_what_was_saved_while_it_was_away() -> No
 
 def test_a_head_that_fell_after_its_claim_restores_what_was_saved_while_it_was_away() -> None:
     fleet, _ = decided_and_not_claimed()
-    fleet.hear(m.Restarted(), m.DiskHolds((4,)))
+    fleet.handle(m.Restarted(), m.DiskHolds((4,)))
     assert fleet.state.phase is FleetPhase.BINDING
-    fleet.hear(m.Restarted(), m.DiskHolds((4, 70)))
+    fleet.handle(m.Restarted(), m.DiskHolds((4, 70)))
     assert fleet.state.phase is FleetPhase.PARKING
     fleet.park(step=3)
     assert (fleet.state.epoch, fleet.state.source) == (2, c.FromDisk(70))
@@ -97,7 +97,7 @@ def test_a_head_that_fell_after_its_claim_restores_what_was_saved_while_it_was_a
 
 def test_checkpoints_of_an_epoch_that_is_being_bound_do_not_end_it() -> None:
     fleet, _ = decided_and_not_claimed()
-    fleet.hear(m.DiskHolds((4, 70)))  # its members train already, and the last Bound is on its way
+    fleet.handle(m.DiskHolds((4, 70)))  # its members train already, and the last Bound is on its way
     assert fleet.state.phase is FleetPhase.BINDING
 
 
@@ -123,9 +123,9 @@ def test_terms_are_consecutive_and_a_head_keeps_its_reign() -> None:
     ]
 
 
-def test_a_claim_says_what_no_node_can_repeat() -> None:
-    fleet = running(wanted=4, spares=2)
-    fleet.hear(m.Suspect("1", "corruption", "checksums differ", trusted_step=6), m.Drain("5"), m.StopRun())
+def test_a_claim_has_the_facts_that_no_node_can_repeat() -> None:
+    fleet = running(nodes=4, spares=2)
+    fleet.handle(m.Suspect("1", "corruption", "checksums differ", trusted_step=6), m.Drain("5"), m.StopRun())
     claim = claim_of(fleet)
     assert claim.distrust == (Distrust(0, 6),)
     assert {(unfit.node, unfit.eligibility) for unfit in claim.barred} == {
@@ -143,7 +143,7 @@ def test_a_claim_is_due_before_an_epoch_begins_and_not_after_each_event() -> Non
     assert is_due(claim, fleet.state)
     claim = renewed(claim, fleet.state, "b")
     fleet.bind()
-    fleet.hear(m.Heartbeat("1", 1, 0, 3, m.WorkerPhase.BOUND))
+    fleet.handle(m.Heartbeat("1", 1, 0, 3, m.WorkerPhase.BOUND))
     assert fleet.state.phase is FleetPhase.RUNNING
     assert not is_due(claim, fleet.state)
 
@@ -158,16 +158,18 @@ def test_a_claim_is_due_before_an_epoch_begins_and_not_after_each_event() -> Non
         m.Drain("4"),
     ],
 )
-def test_a_claim_is_due_before_what_must_not_be_forgotten_is_told_to_anybody(event: m.CoreEvent) -> None:
+def test_a_claim_is_due_before_an_event_that_must_not_be_forgotten_is_sent_to_any_node(
+    event: m.CoreEvent,
+) -> None:
     fleet = running()
     claim = claim_of(fleet)
-    fleet.hear(event)
+    fleet.handle(event)
     assert is_due(claim, fleet.state)
     assert not is_due(renewed(claim, fleet.state, "c"), fleet.state)
 
 
 def test_voters_are_named_anew_when_more_than_a_quarter_of_them_has_changed() -> None:
-    fleet = running(wanted=4, spares=4)
+    fleet = running(nodes=4, spares=4)
     claim = claim_of(fleet)
     fleet.join("8", "9")
     assert not is_due(claim, fleet.state)
@@ -176,12 +178,12 @@ def test_voters_are_named_anew_when_more_than_a_quarter_of_them_has_changed() ->
 
 
 def test_a_head_that_has_lost_most_of_its_voters_names_no_others() -> None:
-    fleet = running(wanted=2, spares=4)
+    fleet = running(nodes=2, spares=4)
     claim = claim_of(fleet)
     spares = [name for name in fleet.state.nodes if name not in fleet.state.seats]
-    fleet.hear(*(m.Disconnected(name, 1) for name in spares))
+    fleet.handle(*(m.Disconnected(name, 1) for name in spares))
     beats = [m.Heartbeat(name, 1, 0, 1, m.WorkerPhase.BOUND) for name in fleet.state.seats]
-    fleet.hear(*beats, m.Tick(), after_s=10.0)
+    fleet.handle(*beats, m.Tick(), after_s=10.0)
     assert sum(node.alive for node in fleet.state.nodes.values()) == 2
     assert not is_due(claim, fleet.state)
 
@@ -198,7 +200,7 @@ def test_the_first_nodes_of_a_new_run_become_voters() -> None:
 def test_a_claim_survives_its_file_and_names_every_member(history: list[tuple[float, m.CoreEvent]]) -> None:
     fleet = running()
     for wait_s, event in history:
-        fleet.hear(event, after_s=wait_s)
+        fleet.handle(event, after_s=wait_s)
     claim = claim_of(fleet)
     assert decode_claim(encode_claim(claim)) == claim
     assert not is_due(claim, fleet.state)
@@ -231,8 +233,8 @@ def test_another_rack_than_the_lost_heads_stands_first() -> None:
 @given(st.sets(st.sampled_from("abcdefgh"), min_size=3), st.data())
 def test_two_majorities_share_a_voter(voters: set[str], data: st.DataObject) -> None:
     claim = Claim(1, 1, min(voters), "a", settings(3), voters=tuple(sorted(voters)))
-    one = data.draw(st.sets(st.sampled_from(sorted(voters))))
-    assert not (has_majority(claim, one) and has_majority(claim, voters - one))
+    group = data.draw(st.sets(st.sampled_from(sorted(voters))))
+    assert not (has_majority(claim, group) and has_majority(claim, voters - group))
 
 
 def test_in_a_fleet_of_two_the_other_node_succeeds() -> None:
@@ -241,7 +243,7 @@ def test_in_a_fleet_of_two_the_other_node_succeeds() -> None:
     assert not has_majority(claim, {"a"})
 
 
-def test_a_candidate_is_elected_by_voters_that_it_has_heard_lately() -> None:
+def test_a_candidate_is_elected_by_voters_with_a_recent_heartbeat() -> None:
     candidacy = Candidacy(Claim(1, 1, "h", "a", settings(4), voters=("x", "y", "z", "h")))
     candidacy.record_heartbeat("x", 0.0)
     candidacy.record_heartbeat("stranger", 0.0)
@@ -259,12 +261,12 @@ def test_with_the_whole_journal_the_epoch_trains_on() -> None:
     successor = led_on(claim_of(fleet), journal(fleet), fleet)
     assert successor.state.phase is FleetPhase.RUNNING
     beats = [m.Heartbeat(name, 1, 0, 8, m.WorkerPhase.BOUND) for name in successor.state.seats]
-    assert successor.hear(*beats, m.Tick(), after_s=1.0) == []
+    assert successor.handle(*beats, m.Tick(), after_s=1.0) == []
     assert (successor.state.phase, successor.state.epoch) == (FleetPhase.RUNNING, 0)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_where_the_journal_ends_before_the_claim_every_voter_is_asked_and_its_number_is_not_used_again(
+def test_where_the_journal_ends_before_the_claim_every_voter_gets_a_request_and_its_number_is_not_used_again(
     kept: int,
 ) -> None:
     fleet = running()
@@ -275,11 +277,11 @@ def test_where_the_journal_ends_before_the_claim_every_voter_is_asked_and_its_nu
     for name in fleet.state.nodes:
         epoch = 0 if name in seats else m.NO_EPOCH
         joined = m.Joined(name, 1, 1, name, 7, epoch=epoch, bound=epoch == 0, meeting_points=(f"{name}:1",))
-        told = successor.hear(joined)
-        assert all(not isinstance(command, c.Bind) for _, command in told)
+        deliveries = successor.handle(joined)
+        assert all(not isinstance(command, c.Bind) for _, command in deliveries)
     for seat, name in enumerate(seats):
-        held = (m.RankSnapshot(4, seat, 7, "own", epoch=0),)
-        successor.hear(m.Parked(name, 1, 0, (f"{name}:1",), held))
+        snapshots = (m.RankSnapshot(4, seat, 7, "own", epoch=0),)
+        successor.handle(m.Parked(name, 1, 0, (f"{name}:1",), snapshots))
     check(successor.state)
     assert (successor.state.phase, successor.state.epoch) == (FleetPhase.BINDING, 1)
     assert successor.state.source == RestorePoint(4, 7)
@@ -303,10 +305,10 @@ def test_a_journal_of_another_start_of_the_run_is_not_taken() -> None:
         m.Enlarge(6, 6, (1, 2, 3, 4, 5, 6), ()),
     ],
 )
-def test_a_journal_that_lacks_what_the_claim_says_is_not_taken(event: m.CoreEvent) -> None:
+def test_a_journal_that_lacks_facts_of_the_claim_is_not_taken(event: m.CoreEvent) -> None:
     fleet = running()
     lines = journal(fleet)
-    fleet.hear(event)
+    fleet.handle(event)
     state = inherited(claim_of(fleet), lines, START, 100.0)
     assert state.phase is (FleetPhase.FINISHED if isinstance(event, m.RunFinished) else FleetPhase.FORMING)
     assert state.stopping == isinstance(event, m.StopRun)
@@ -316,29 +318,29 @@ def test_a_journal_that_lacks_what_the_claim_says_is_not_taken(event: m.CoreEven
 
 
 def test_who_is_barred_stays_barred_though_the_journal_is_lost() -> None:
-    fleet = running(wanted=2, spares=3)
-    fleet.hear(m.Suspect("4", "health", "a test"), m.Drain("3"), m.Disconnected("4", 1))
-    fleet.hear(*(m.Heartbeat(str(index), 1, m.NO_EPOCH, 0, m.WorkerPhase.WARM) for index in range(4)))
-    fleet.hear(m.Tick(), after_s=3.0)
+    fleet = running(nodes=2, spares=3)
+    fleet.handle(m.Suspect("4", "health", "a test"), m.Drain("3"), m.Disconnected("4", 1))
+    fleet.handle(*(m.Heartbeat(str(index), 1, m.NO_EPOCH, 0, m.WorkerPhase.WARM) for index in range(4)))
+    fleet.handle(m.Tick(), after_s=3.0)
     assert not fleet.state.nodes["4"].alive
     claim = claim_of(fleet)
     assert Barred("3", Eligibility.DRAINED, "drained by the operator") in claim.barred
     successor = led_on(claim, [], fleet)
     for name in "01234":
-        successor.hear(m.Joined(name, 1, 1, name, 7, meeting_points=(f"{name}:1",)))
+        successor.handle(m.Joined(name, 1, 1, name, 7, meeting_points=(f"{name}:1",)))
     eligible = {name for name, node in successor.state.nodes.items() if node.eligibility is Eligibility.GOOD}
     assert eligible == set("012")
 
 
 def test_a_voter_that_is_lost_with_the_head_is_not_waited_for_longer_than_its_lease() -> None:
-    fleet = running(wanted=3, spares=1, lease_s=5.0)
+    fleet = running(nodes=3, spares=1, lease_s=5.0)
     successor = led_on(claim_of(fleet), [], fleet)
     for name in "123":
-        successor.hear(m.Joined(name, 1, 1, name, 7, meeting_points=(f"{name}:1",)))
+        successor.handle(m.Joined(name, 1, 1, name, 7, meeting_points=(f"{name}:1",)))
     assert successor.state.phase is FleetPhase.FORMING
     beats = [m.Heartbeat(name, 1, m.NO_EPOCH, 0, m.WorkerPhase.WARM) for name in "123"]
-    successor.hear(*beats, m.Tick(), after_s=4.0)
-    successor.hear(*beats, m.Tick(), after_s=2.0)
+    successor.handle(*beats, m.Tick(), after_s=4.0)
+    successor.handle(*beats, m.Tick(), after_s=2.0)
     assert successor.state.phase is FleetPhase.BINDING
     assert "0" not in successor.state.seats
 
@@ -354,12 +356,12 @@ def test_after_any_history_and_any_loss_the_successor_keeps_the_invariants(
 ) -> None:
     fleet = running()
     for wait_s, event in history:
-        fleet.hear(event, after_s=wait_s)
+        fleet.handle(event, after_s=wait_s)
     lines, claim = journal(fleet), claim_of(fleet)
     successor = led_on(claim, lines[: round(part * len(lines))], fleet)
     check(successor.state)
     assert successor.state.epoch >= claim.epoch
     assert isinstance(successor.state, FleetState)
     for wait_s, event in later:
-        successor.hear(event, after_s=wait_s)
+        successor.handle(event, after_s=wait_s)
         check(successor.state)

@@ -56,13 +56,13 @@ def audited(
 
     votes: dict[tuple[int, ...], list[Vote]] = {}
     for turn in range(1 + MOST_TURNS):
-        wanted = open_cases(votes)
-        if turn and not wanted:
+        cases = open_cases(votes)
+        if turn and not cases:
             break
         for check in checks(deal, seed, step, turn):
             if turn == 0:
                 votes[check.slots] = [computed(check.owner, check.slots)]
-            if turn == 0 or check.slots in wanted:
+            if turn == 0 or check.slots in cases:
                 votes[check.slots].append(computed(check.checker, check.slots))
     return slot_verdict(layout, votes, good_step=step - 1)
 
@@ -71,9 +71,9 @@ def test_where_a_ranks_error_may_show_at_another_its_whole_team_is_named() -> No
     layout = Layout(replicate=3, context=2)
     votes: dict[tuple[int, ...], list[Vote]] = {(0,): [Vote(0, (1, 5)), Vote(1, (1, 4)), Vote(2, (1, 4))]}
     for whole_teams, ranks in ((False, (1,)), (True, (0, 1))):
-        found = slot_verdict(layout, votes, 0, whole_teams=whole_teams)
-        assert found is not None
-        assert (found.ranks, found.sure) == (ranks, True)
+        verdict = slot_verdict(layout, votes, 0, whole_teams=whole_teams)
+        assert verdict is not None
+        assert (verdict.ranks, verdict.sure) == (ranks, True)
 
 
 @given(layouts(), st.integers(0, 2**60), st.integers(1, 10**6), st.integers(0, 3))
@@ -168,14 +168,14 @@ def test_of_two_teams_that_stand_by_their_answers_both_are_named_but_not_for_sur
     ],
 )
 def test_votes_are_judged(votes: list[tuple[int, int]], wrong: tuple[int, ...], sure: bool) -> None:
-    found = judge([Vote(voter, (value,)) for voter, value in votes])
-    assert (found.wrong, found.sure) == (wrong, sure)
+    judgment = judge([Vote(voter, (value,)) for voter, value in votes])
+    assert (judgment.wrong, judgment.sure) == (wrong, sure)
 
 
 def test_the_place_where_a_teams_checksums_differ_is_named() -> None:
     def vote(voter: int, *sums: int) -> Vote:
-        given: Sums = sums
-        return Vote(voter, given)
+        checksums: Sums = sums
+        return Vote(voter, checksums)
 
     assert judge([vote(0, 1, 2, 3), vote(1, 1, 9, 3), vote(2, 1, 2, 3)]).places == (1,)
 

@@ -110,7 +110,7 @@ def test_each_megabyte_over_a_slow_link_has_the_whole_timeout(monkeypatch: pytes
     assert max(sizes) == MIB
 
 
-def test_a_link_to_nobody_and_a_folder_that_is_not_there_are_bad_and_say_why() -> None:
+def test_a_link_to_nobody_and_a_missing_folder_are_bad_with_the_reason() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
     for result in (
@@ -121,7 +121,7 @@ def test_a_link_to_nobody_and_a_folder_that_is_not_there_are_bad_and_say_why() -
         assert "Error" in result.text
 
 
-def test_a_rate_below_the_one_asked_for_is_slow_and_not_fit(tmp_path: Path) -> None:
+def test_a_rate_below_its_limit_is_slow_and_not_fit(tmp_path: Path) -> None:
     limits = HealthLimits(1e30, 1e30, 1e30)
     results = [matrix_product("cpu", 1, limits), disk(tmp_path, MIB, limits), loopback(MIB, limits)]
     assert [result.status for result in results] == ["slow"] * 3
@@ -199,7 +199,7 @@ def test_a_gpu_that_does_not_support_a_question_is_read_all_the_same() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
-def test_without_gpus_nothing_is_checked_and_said_so() -> None:
+def test_without_gpus_nothing_is_checked_and_the_result_shows_it() -> None:
     assert [result.status for result in gpus()] == ["not checked"]
 
 

@@ -10,10 +10,10 @@ READING = GpuReading("H100", "00000000:3B:00.0", 61.0, 87.0, 1980.0, 0x8, 2, Tru
 
 
 def test_each_gpu_is_a_label_and_each_fact_has_the_name_of_dcgm() -> None:
-    found = samples_of(
+    samples = samples_of(
         [READING, READING], (Xid("0000:3b:00", 13), Xid("0000:3b:00", 79)), Labels(run="r", node="n")
     )
-    first = {one.metric.name: one.value for one in found if one.labels.pairs["gpu"] == "0"}
+    first = {sample.metric.name: sample.value for sample in samples if sample.labels.pairs["gpu"] == "0"}
     assert first == {
         "DCGM_FI_DEV_GPU_TEMP": 61.0,
         "DCGM_FI_DEV_SM_CLOCK": 1980.0,
@@ -23,7 +23,7 @@ def test_each_gpu_is_a_label_and_each_fact_has_the_name_of_dcgm() -> None:
         "DCGM_FI_DEV_ROW_REMAP_FAILURE": 0,
         "DCGM_FI_DEV_XID_ERRORS": 79,
     }
-    assert {one.labels.pairs["gpu"] for one in found} == {"0", "1"}
+    assert {sample.labels.pairs["gpu"] for sample in samples} == {"0", "1"}
 
 
 def test_a_machine_without_gpus_has_no_samples_of_them() -> None:

@@ -72,8 +72,8 @@ def audited_steps(
         flip = next((flip for flip in flips if flip.step == step and flip.rank == mesh.rank), None)
         audit.witness.corrupt = None
         if flip is not None and flip.parameter:
-            held = [local(tensor) for tensor in state_tensors(built.model.parts).values()]
-            target = max(held, key=lambda tensor: tensor.numel())
+            tensors = [local(tensor) for tensor in state_tensors(built.model.parts).values()]
+            target = max(tensors, key=lambda tensor: tensor.numel())
             with torch.no_grad():
                 target.view(-1).view(torch.int32)[target.numel() // 2] ^= 1
         elif flip is not None:
@@ -206,7 +206,7 @@ def test_a_hundred_single_flipped_bits_are_caught_in_the_audited_slots(ranks: Ra
     flips_are_caught(ranks, name, 100)
 
 
-def test_a_run_that_sums_before_slots_can_be_told_apart_is_refused(ranks: Ranks) -> None:
+def test_a_run_that_sums_before_slots_can_be_distinguished_is_refused(ranks: Ranks) -> None:
     spec = tiny(DENSE, ParallelSpec(sharding="none"))
     fast = dataclasses.replace(spec, train=dataclasses.replace(spec.train, reduction="fast"))
     with pytest.raises(AssertionError, match=r"set train\.reduction"):

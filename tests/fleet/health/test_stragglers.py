@@ -30,7 +30,7 @@ def windows(seed: int, count: int, ranks: int = RANKS) -> NDArray[np.float64]:
 
 
 def judged(times: NDArray[np.float64], rule: StragglerRule = RULE) -> list[tuple[int, ...]]:
-    """Who was named after each window."""
+    """The stragglers named after each window."""
     history, named = History(), []
     for row in times:
         history, stragglers = judge_window(history, dict(enumerate(row.tolist())), ALIKE, rule)

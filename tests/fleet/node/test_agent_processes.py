@@ -35,11 +35,11 @@ MOST_LOST = 2
 
 
 def member(seen: FleetFile, node: str) -> Member:
-    return next(one for one in seen.members if one.name == node)
+    return next(member for member in seen.members if member.name == node)
 
 
 def holders(seen: FleetFile) -> list[str]:
-    return sorted(one.name for one in seen.members if one.role == "member" and one.ranks)
+    return sorted(member.name for member in seen.members if member.role == "member" and member.ranks)
 
 
 def ends_well(fleet: Fleet) -> FleetFile:
@@ -52,7 +52,7 @@ def ends_well(fleet: Fleet) -> FleetFile:
 
 
 def restored_steps(fleet: Fleet) -> list[int]:
-    """From which step each epoch after the first went on, as the workers tell."""
+    """The step from which each epoch after the first resumed, as the workers print it."""
     lines = [line for line in fleet.logs().splitlines() if line.startswith("epoch ")]
     return [int(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("epoch 0 ")]
 
@@ -251,7 +251,7 @@ def test_a_node_that_fails_its_checks_is_not_offered_and_a_spare_takes_its_place
         assert ends_well(fleet).recoveries == 0
 
 
-def test_without_health_checks_nobody_asks(tmp_path: Path) -> None:
+def test_without_health_checks_a_broken_gpu_is_not_noticed(tmp_path: Path) -> None:
     broken = {"node-1": NVML_THAT_FINDS_NO_GPU_ANSWERING}
     with running_fleet(
         tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=HELD, broken_gpus=broken, health_checks=False
@@ -282,7 +282,7 @@ def test_a_fleet_whose_nodes_are_all_barred_saves_what_only_their_memory_holds_b
         for node in fleet.agents:
             (tmp_path / f"unfit-{node}").touch()
             os.kill(fleet.workers(node)[0], signal.SIGKILL)
-        fleet.until(lambda seen: [one.role for one in seen.members] == ["quarantined"] * 2)
+        fleet.until(lambda seen: [member.role for member in seen.members] == ["quarantined"] * 2)
         fleet.until(lambda seen: seen.phase == "waiting")
         credentials = credentials_of(tmp_path, read_resolved(RunDirectory(tmp_path)), 0, None)
         asyncio.run(operate(seen.coordinator, credentials, StopRun()))
@@ -338,7 +338,7 @@ def test_tokens_are_changed_while_a_fleet_trains_and_the_earlier_ones_refused_af
         for outdated in (first, second):
             with pytest.raises(TransportError, match="wrong token"):
                 asyncio.run(operate(seen.coordinator, outdated, Admit("node-0")))
-        # Whoever comes from now on, and all ranks that meet, have the newest.
+        # A process that is started now, and all ranks that meet, have the newest.
         fleet.kill_coordinator()
         os.kill(workers[0][0], signal.SIGKILL)
         fleet.start_coordinator()
@@ -368,7 +368,7 @@ time.time = lambda: unix_s() - 3600
 
 
 @pytest.mark.slow
-def test_a_node_whose_clock_is_wrong_is_kept_out_and_its_log_says_why(tmp_path: Path) -> None:
+def test_a_node_whose_clock_is_wrong_is_kept_out_and_its_log_has_the_reason(tmp_path: Path) -> None:
     with running_fleet(tmp_path, nodes=1, hold_at=5) as fleet:
         (fleet.modules_of("node-1") / "sitecustomize.py").write_text(AN_HOUR_LATE)
         fleet.start_agent("node-1")
@@ -377,6 +377,6 @@ def test_a_node_whose_clock_is_wrong_is_kept_out_and_its_log_says_why(tmp_path: 
         assert fleet.result()["step"] == 60
         seen = fleet.seen()
         assert seen is not None
-        assert [one.name for one in seen.members] == ["node-0"]
+        assert [member.name for member in seen.members] == ["node-0"]
         reason = f"the clock of {socket.gethostname()} is 3600 s behind the coordinator's: set it"
         wait_for(lambda: reason in (tmp_path / "logs" / "node-1.log").read_text())

@@ -52,8 +52,8 @@ def warm(workers: int = 1) -> AgentState:
 
 
 def bind(epoch: int, *ranks: int, **more: object) -> c.Bind:
-    given: dict[str, object] = {"resume": c.Fresh(), **more}
-    return c.Bind(epoch, epoch, 8, tuple(enumerate(ranks)), "h:0", **given)  # type: ignore[arg-type]
+    fields: dict[str, object] = {"resume": c.Fresh(), **more}
+    return c.Bind(epoch, epoch, 8, tuple(enumerate(ranks)), "h:0", **fields)  # type: ignore[arg-type]
 
 
 def in_epoch(epoch: int, *ranks: int, **more: object) -> AgentState:
@@ -64,34 +64,36 @@ def in_epoch(epoch: int, *ranks: int, **more: object) -> AgentState:
     return state
 
 
-def said(actions: list[AgentAction]) -> list[m.AgentMessage]:
+def reports(actions: list[AgentAction]) -> list[m.AgentMessage]:
     return [action.report for action in actions if isinstance(action, SendReport)]
 
 
-def told(actions: list[AgentAction]) -> list[tuple[int, wl.ToWorker]]:
+def orders(actions: list[AgentAction]) -> list[tuple[int, wl.ToWorker]]:
     return [(action.worker, action.message) for action in actions if isinstance(action, SendToWorker)]
 
 
-def test_ready_is_said_when_the_last_worker_is_warm() -> None:
+def test_ready_is_sent_when_the_last_worker_is_warm() -> None:
     state = agent(2)
     assert state.phase() == "cold"
-    assert said(state.on_worker_message(1, wl.Warm(2, "h:1"), 0.0, 0.0)) == []
-    assert said(state.on_worker_message(0, wl.Warm(1, "h:0"), 0.0, 0.0)) == [
+    assert reports(state.on_worker_message(1, wl.Warm(2, "h:1"), 0.0, 0.0)) == []
+    assert reports(state.on_worker_message(0, wl.Warm(1, "h:0"), 0.0, 0.0)) == [
         m.Ready("node-0", 5, ("h:0", "h:1"))
     ]
     assert state.phase() == "warm"
 
 
-def test_bound_is_said_when_the_last_worker_that_holds_a_rank_is_bound() -> None:
+def test_bound_is_sent_when_the_last_worker_that_holds_a_rank_is_bound() -> None:
     state = warm(3)
-    binds = told(state.on_command(bind(4, 6, 7), 0.0, 0.0))
-    assert [(index, one.rank, one.epoch) for index, one in binds if isinstance(one, wl.JoinEpoch)] == [
+    binds = orders(state.on_command(bind(4, 6, 7), 0.0, 0.0))
+    assert [
+        (index, order.rank, order.epoch) for index, order in binds if isinstance(order, wl.JoinEpoch)
+    ] == [
         (0, 6, 4),
         (1, 7, 4),
     ]
-    assert said(state.on_worker_message(0, wl.JoinedEpoch(4, 0), 0.0, 0.0)) == []
+    assert reports(state.on_worker_message(0, wl.JoinedEpoch(4, 0), 0.0, 0.0)) == []
     assert state.phase() == "binding"
-    assert said(state.on_worker_message(1, wl.JoinedEpoch(4, 0), 0.0, 0.0)) == [m.Bound("node-0", 5, 4)]
+    assert reports(state.on_worker_message(1, wl.JoinedEpoch(4, 0), 0.0, 0.0)) == [m.Bound("node-0", 5, 4)]
     assert state.heartbeat().epoch == 4
 
 
@@ -99,36 +101,36 @@ def test_where_the_state_is_and_what_belongs_to_no_future_is_passed_on() -> None
     holders = (m.Holder((6, 7), "node-2", "10.0.0.2", 4002), m.Holder((6,), "node-3", "10.0.0.3", 4002))
     actions = warm().on_command(bind(4, 6, resume=c.FromMemory(7, 8, holders)), 0.0, 0.0)
     assert actions[0] == DiscardSnapshots(7)
-    ((_, one),) = told(actions)
-    assert isinstance(one, wl.JoinEpoch)
-    assert one.resume == c.FromMemory(7, 8, holders)
+    ((_, order),) = orders(actions)
+    assert isinstance(order, wl.JoinEpoch)
+    assert order.resume == c.FromMemory(7, 8, holders)
 
 
-def test_parked_is_said_when_the_last_worker_is_out_and_again_whenever_asked() -> None:
+def test_parked_is_sent_when_the_last_worker_is_out_and_again_at_every_request() -> None:
     state = in_epoch(4, 0, 1)
-    parks = told(state.on_command(c.Park(4, "a node died"), 1.0, 100.0))
+    parks = orders(state.on_command(c.Park(4, "a node died"), 1.0, 100.0))
     assert [index for index, _ in parks] == [0, 1]
-    assert said(state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 1.0, 100.0)) == []
+    assert reports(state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 1.0, 100.0)) == []
     answer = m.Parked("node-0", 5, 4, ("h:8", "h:9"), (HOLDING,))
-    assert said(state.on_worker_message(1, wl.LeftEpoch(4, "h:9"), 1.0, 100.0)) == [answer]
-    assert said(state.on_command(c.Park(4, "a node died"), 2.0, 101.0)) == [answer]
+    assert reports(state.on_worker_message(1, wl.LeftEpoch(4, "h:9"), 1.0, 100.0)) == [answer]
+    assert reports(state.on_command(c.Park(4, "a node died"), 2.0, 101.0)) == [answer]
 
 
 def test_an_epoch_that_was_parked_is_not_entered_even_if_the_bind_comes_late() -> None:
     state = warm()
     state.on_command(c.Park(4), 0.0, 0.0)
     assert state.on_command(bind(4, 0), 0.0, 0.0) == []
-    assert told(state.on_command(bind(5, 0), 0.0, 0.0))
+    assert orders(state.on_command(bind(5, 0), 0.0, 0.0))
 
 
 def test_a_worker_that_dies_leaves_its_epoch_is_reported_and_replaced() -> None:
     state = in_epoch(4, 0, 1)
     actions = state.on_exit(1, -9, "last line", 100.0)
-    assert said(actions) == [m.WorkerExited("node-0", 5, 4, 1, -9, "last line")]
+    assert reports(actions) == [m.WorkerExited("node-0", 5, 4, 1, -9, "last line")]
     assert StartProcess(1) in actions
     assert state.phase() == "cold"
     state.on_command(c.Park(4), 0.0, 100.0)
-    (parked,) = said(state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 0.0, 100.0))
+    (parked,) = reports(state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 0.0, 100.0))
     assert isinstance(parked, m.Parked)
     assert parked.meeting_points == ("h:8", "")
 
@@ -140,9 +142,9 @@ def test_a_silent_worker_is_killed_and_reported_once() -> None:
         assert state.on_tick(now_s, 0.0) == []
     actions = state.on_tick(LEASE_S + 0.1, 0.0)
     assert KillProcess(0) in actions
-    assert said(actions) == [m.WorkerHung("node-0", 5, 4, 0, LEASE_S + 0.1)]
+    assert reports(actions) == [m.WorkerHung("node-0", 5, 4, 0, LEASE_S + 0.1)]
     assert state.on_tick(LEASE_S + 0.2, 0.0) == []
-    assert said(state.on_exit(0, -9, "", 0.0)) == []
+    assert reports(state.on_exit(0, -9, "", 0.0)) == []
 
 
 def test_who_stood_still_itself_blames_no_worker() -> None:
@@ -152,19 +154,19 @@ def test_who_stood_still_itself_blames_no_worker() -> None:
     assert state.on_tick(60.3, 0.0) == []
 
 
-def test_a_node_that_was_not_in_the_last_epoch_is_told_when_it_ended() -> None:
-    ((_, one),) = told(warm().on_command(bind(4, 0, left_s_ago=3.0, left_planned=True), 0.0, 100.0))
-    assert isinstance(one, wl.JoinEpoch)
-    assert (one.detected_unix_s, one.planned) == (97.0, True)
+def test_a_node_that_was_not_in_the_last_epoch_gets_the_time_of_its_end() -> None:
+    ((_, order),) = orders(warm().on_command(bind(4, 0, left_s_ago=3.0, left_planned=True), 0.0, 100.0))
+    assert isinstance(order, wl.JoinEpoch)
+    assert (order.detected_unix_s, order.planned) == (97.0, True)
 
 
 def test_where_epochs_failed_one_after_another_the_end_of_the_last_that_trained_counts() -> None:
     state = in_epoch(4, 0)
     state.on_command(c.Park(4), 0.0, 100.0)
     state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 0.0, 100.0)
-    ((_, one),) = told(state.on_command(bind(5, 0, left_s_ago=30.0), 0.0, 100.0))
-    assert isinstance(one, wl.JoinEpoch)
-    assert (one.detected_unix_s, one.planned) == (70.0, False)
+    ((_, order),) = orders(state.on_command(bind(5, 0, left_s_ago=30.0), 0.0, 100.0))
+    assert isinstance(order, wl.JoinEpoch)
+    assert (order.detected_unix_s, order.planned) == (70.0, False)
 
 
 def test_a_heartbeat_has_the_longest_waiting_for_samples_and_none_of_an_epoch_that_is_over() -> None:
@@ -203,14 +205,16 @@ def test_a_worker_that_has_not_begun_to_train_is_given_little_time_to_leave() ->
         state.on_worker_message(0, wl.Alive(4, -1, "meeting", 0.0), tenth / 10, 0.0)
         killed += [action for action in state.on_tick(tenth / 10, 0.0) if isinstance(action, KillProcess)]
     assert killed == [KillProcess(0)]
-    ((said_of_it,)) = [one for one in said(state.on_exit(0, -9, "", 0.0)) if isinstance(one, m.WorkerExited)]
-    assert said_of_it.innocent
+    (exit_report,) = [
+        report for report in reports(state.on_exit(0, -9, "", 0.0)) if isinstance(report, m.WorkerExited)
+    ]
+    assert exit_report.innocent
 
 
 def test_a_planned_end_that_turns_into_a_fault_is_hurried() -> None:
     state = in_epoch(4, 0)
     state.on_command(c.Park(4, planned=True), 0.0, 0.0)
-    ((_, park),) = told(state.on_command(c.Park(4, "now"), 0.0, 0.0))
+    ((_, park),) = orders(state.on_command(c.Park(4, "now"), 0.0, 0.0))
     assert isinstance(park, wl.LeaveEpoch)
     assert not park.planned
 
@@ -222,21 +226,23 @@ def test_an_expelled_agent_kills_its_workers_and_comes_back_as_another() -> None
         KillProcess(0),
         KillProcess(1),
     }
-    (joined,) = said(actions)
+    (joined,) = reports(actions)
     assert isinstance(joined, m.Joined)
     assert joined.incarnation > 5
     assert (joined.epoch, joined.snapshots, joined.meeting_points) == (m.NO_EPOCH, (HOLDING,), ("", ""))
     assert state.on_worker_message(0, wl.TrainingFinished(4, "{}"), 0.0, 0.0) == []  # it was fenced
-    assert state.on_command(c.Fence("too late", 5), 0.0, 100.0) == []  # that was the one before
-    assert said(state.on_exit(0, -9, "", 0.0)) == []
+    assert (
+        state.on_command(c.Fence("too late", 5), 0.0, 100.0) == []
+    )  # the order was for its earlier incarnation
+    assert reports(state.on_exit(0, -9, "", 0.0)) == []
 
 
-def test_only_the_node_of_rank_0_says_that_the_run_has_ended_and_when_all_its_workers_have() -> None:
+def test_only_the_node_of_rank_0_reports_the_end_of_the_run_once_all_its_workers_have_finished() -> None:
     other = in_epoch(4, 2)
-    assert said(other.on_worker_message(0, wl.TrainingFinished(4, "{}"), 0.0, 0.0)) == []
+    assert reports(other.on_worker_message(0, wl.TrainingFinished(4, "{}"), 0.0, 0.0)) == []
     first = in_epoch(4, 0, 1)
-    assert said(first.on_worker_message(0, wl.TrainingFinished(4, '{"step": 9}'), 0.0, 0.0)) == []
-    assert said(first.on_worker_message(1, wl.TrainingFinished(4, ""), 0.0, 0.0)) == [
+    assert reports(first.on_worker_message(0, wl.TrainingFinished(4, '{"step": 9}'), 0.0, 0.0)) == []
+    assert reports(first.on_worker_message(1, wl.TrainingFinished(4, ""), 0.0, 0.0)) == [
         m.RunFinished(4, '{"step": 9}')
     ]
     assert first.on_exit(0, 0, "", 0.0) == []  # it need not live on
@@ -245,31 +251,31 @@ def test_only_the_node_of_rank_0_says_that_the_run_has_ended_and_when_all_its_wo
 def test_a_snapshot_is_safe_at_once_where_replicas_hold_the_state_and_else_when_the_buddy_has_it() -> None:
     taken = wl.SnapshotTaken(4, 8, 0, 7)
     alone = in_epoch(4, 0)
-    assert told(alone.on_worker_message(0, taken, 0.0, 0.0)) == [(0, wl.SnapshotSafe(4, 7))]
+    assert orders(alone.on_worker_message(0, taken, 0.0, 0.0)) == [(0, wl.SnapshotSafe(4, 7))]
     state = in_epoch(4, 0, buddies=(m.Holder((0,), "node-1", "10.0.0.1", 4001),))
     assert state.on_worker_message(0, taken, 0.0, 0.0) == [StreamSnapshot(0, taken, "10.0.0.1:4001")]
-    assert told(state.on_pushed(0, taken)) == [(0, wl.SnapshotSafe(4, 7))]
+    assert orders(state.on_pushed(0, taken)) == [(0, wl.SnapshotSafe(4, 7))]
 
 
-def test_what_the_coordinator_may_have_missed_is_said_again_on_the_next_connection() -> None:
+def test_reports_that_the_coordinator_may_have_missed_are_sent_again_on_the_next_connection() -> None:
     state = in_epoch(4, 0)
-    (broken,) = said(state.on_worker_message(0, wl.EpochBroken(4, "a peer has gone"), 0.0, 50.0))
+    (broken,) = reports(state.on_worker_message(0, wl.EpochBroken(4, "a peer has gone"), 0.0, 50.0))
     assert state.greet() == [state.joined(), broken]
     state.on_command(c.Park(4), 0.0, 60.0)
     state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 0.0, 60.0)
     assert state.greet() == [state.joined()]
-    ((_, one),) = told(state.on_command(bind(5, 0), 0.0, 70.0))
-    assert isinstance(one, wl.JoinEpoch)
-    assert one.detected_unix_s == 50.0  # when this node first knew, not when it was told
+    ((_, order),) = orders(state.on_command(bind(5, 0), 0.0, 70.0))
+    assert isinstance(order, wl.JoinEpoch)
+    assert order.detected_unix_s == 50.0  # when this node first noticed it, not when the order came
 
 
 def test_a_worker_that_cannot_start_is_no_end_of_the_run() -> None:
     state = agent()
     assert state.on_worker_message(0, wl.RunFailed(-1, "no data at data.path"), 0.0, 0.0) == []
-    (exited,) = said(state.on_exit(0, 1, "traceback", 0.0))
+    (exited,) = reports(state.on_exit(0, 1, "traceback", 0.0))
     assert isinstance(exited, m.WorkerExited)
     assert exited.text == "no data at data.path"
-    assert said(
+    assert reports(
         in_epoch(4, 0).on_worker_message(0, wl.RunFailed(4, "loss is nan", "NonFiniteError", True), 0.0, 0.0)
     ) == [m.Fatal(4, "node-0", "loss is nan", "NonFiniteError", True)]
 
@@ -287,21 +293,21 @@ def test_a_node_is_offered_when_its_workers_are_warm_and_its_checks_passed_which
         warmed = partial(state.on_worker_message, 0, wl.Warm(1, "h:0"), 0.0, 0.0)
         acts = [warmed, partial(state.on_health_checked, "")]
         first, last = acts if checks_last else reversed(acts)
-        assert said(first()) == []
+        assert reports(first()) == []
         assert state.phase() == "cold"
         assert state.joined().meeting_points == ("",)
-        assert said(last()) == [m.Ready("node-0", 5, ("h:0",))]
+        assert reports(last()) == [m.Ready("node-0", 5, ("h:0",))]
 
 
-def test_a_node_that_fails_its_checks_says_why_and_is_offered_once_it_passes() -> None:
+def test_a_node_that_fails_its_checks_reports_the_reason_and_is_offered_once_it_passes() -> None:
     state = agent(checked=True)
     state.on_worker_message(0, wl.Warm(1, "h:0"), 0.0, 0.0)
-    assert said(state.on_health_checked("disk: torn")) == [m.Suspect("node-0", "health", "disk: torn")]
+    assert reports(state.on_health_checked("disk: torn")) == [m.Suspect("node-0", "health", "disk: torn")]
     assert state.phase() == "cold"
-    assert said(state.on_health_checked("")) == [m.Ready("node-0", 5, ("h:0",))]
+    assert reports(state.on_health_checked("")) == [m.Ready("node-0", 5, ("h:0",))]
 
 
-def test_a_node_is_checked_again_when_a_worker_died_or_hung_and_not_when_it_was_told_to_end() -> None:
+def test_a_node_is_checked_again_when_a_worker_died_or_hung_and_not_when_it_was_ordered_to_end() -> None:
     state = agent(checked=True)
     state.on_health_checked("")
     state.on_worker_message(0, wl.Warm(1, "h:0"), 0.0, 0.0)
@@ -320,25 +326,25 @@ def test_a_node_is_checked_again_when_a_worker_died_or_hung_and_not_when_it_was_
 
 def test_a_worker_that_finds_itself_unfit_accuses_its_node_and_its_end_is_no_failure() -> None:
     state = agent()
-    assert said(state.on_worker_message(0, wl.Unfit("memory: 3 words"), 0.0, 0.0)) == [
+    assert reports(state.on_worker_message(0, wl.Unfit("memory: 3 words"), 0.0, 0.0)) == [
         m.Suspect("node-0", "health", "worker 0: memory: 3 words")
     ]
     assert state.on_exit(0, 0, "", 0.0) == [StartProcess(0)]
 
 
-def test_each_worker_in_the_epoch_is_asked_for_its_flight_record_and_answers_once() -> None:
+def test_each_worker_in_the_epoch_gets_a_request_for_its_flight_record_and_answers_once() -> None:
     state = in_epoch(4, 6, 7)
-    assert told(state.on_command(c.Diagnose(4, 9.0), 0.0, 0.0)) == [
+    assert orders(state.on_command(c.Diagnose(4, 9.0), 0.0, 0.0)) == [
         (0, wl.SendFlightRecord(4)),
         (1, wl.SendFlightRecord(4)),
     ]
     answer = wl.FlightRecordSent(4, "x" * 2 * m.MOST_RECORD_BYTES)
-    (report,) = said(state.on_worker_message(1, answer, 0.0, 0.0))
+    (report,) = reports(state.on_worker_message(1, answer, 0.0, 0.0))
     assert isinstance(report, m.Recorded)
-    assert m.decode_report(m.encode(report)) == report, "whatever a worker says fits into a report"
+    assert m.decode_report(m.encode(report)) == report, "a record of any size fits into a report"
     assert state.on_worker_message(1, answer, 0.0, 0.0) == [], "a flood ends at the agent"
     assert state.on_worker_message(0, wl.FlightRecordSent(3, "{}"), 0.0, 0.0) == []
-    assert told(state.on_command(c.Diagnose(3, 9.0), 0.0, 0.0)) == []
+    assert orders(state.on_command(c.Diagnose(3, 9.0), 0.0, 0.0)) == []
 
 
 EPOCHS = st.integers(-1, 6)
@@ -371,7 +377,7 @@ HAPPENINGS = st.lists(
 
 @given(HAPPENINGS)
 @settings(max_examples=300, deadline=None)
-def test_whatever_happens_in_whatever_order_what_it_says_is_true(
+def test_for_any_events_in_any_order_the_reports_are_true(
     happenings: list[c.Command | tuple[int, wl.ToAgent] | tuple[int, int] | float],
 ) -> None:
     state, now_s, fence = warm(2), 0.0, -1
@@ -402,12 +408,12 @@ def test_whatever_happens_in_whatever_order_what_it_says_is_true(
                 actions = state.on_command(command, now_s, now_s)
         for action in actions:
             match action:
-                case SendToWorker(index, wl.JoinEpoch() as one):
-                    assert one.epoch > fence, "an epoch was entered again"
+                case SendToWorker(index, wl.JoinEpoch() as order):
+                    assert order.epoch > fence, "an epoch was entered again"
                     assert index not in inside, "a worker was bound twice"
-                    inside[index] = one.epoch
+                    inside[index] = order.epoch
                 case SendReport(m.Parked()):
-                    assert not inside, "it says that its workers are out, but one is not"
+                    assert not inside, "it reports that its workers are out, but one is not"
                 case StartProcess(index):
                     assert index not in running, "a worker was started over a living one"
                     running.add(index)
@@ -447,15 +453,15 @@ def test_an_agent_that_never_found_a_coordinator_ends_too() -> None:
 
 @given(st.lists(st.booleans(), min_size=60, max_size=120))
 def test_saves_are_held_while_no_coordinator_has_led_for_a_lease(led: list[bool]) -> None:
-    state, alone_s, held = in_epoch(4, 0), 0.0, False
+    state, alone_s, on_hold = in_epoch(4, 0), 0.0, False
     state.on_tick(0.0, 0.0)
     for index, leads in enumerate(led, 1):
         alone_s = 0.0 if leads else alone_s + 0.25
         state.on_worker_message(0, wl.Alive(4, 7, "forward", 0.0), 0.25 * index, 0.0)
-        orders = told(state.on_tick(0.25 * index, 0.0, led=leads))
+        sent = orders(state.on_tick(0.25 * index, 0.0, led=leads))
         due = alone_s > 10.0
-        assert orders == ([(0, wl.HoldSaves(due))] if due != held else []), "once for each change"
-        held = due
+        assert sent == ([(0, wl.HoldSaves(due))] if due != on_hold else []), "once for each change"
+        on_hold = due
 
 
 @given(st.lists(st.booleans(), min_size=60, max_size=60))

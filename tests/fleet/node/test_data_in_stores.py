@@ -31,7 +31,7 @@ def test_a_fleet_loses_a_node_while_the_store_is_away_and_goes_on_with_the_same_
             monkeypatch.setenv(name, value)
         url = s3_server.url(secrets.token_hex(8))
         copy_dataset(str(dataset), url)
-        # A cache that keeps nothing, so that every step asks the store.
+        # A cache that keeps nothing, so that every step reads from the store.
         data = dataclasses.replace(
             spec.data, path=url, cache=str(tmp_path / "cache"), cache_gib=1e-9, read_ahead_mib=0.0
         )
@@ -44,7 +44,7 @@ def test_a_fleet_loses_a_node_while_the_store_is_away_and_goes_on_with_the_same_
             port, proxy.upstream_port = proxy.upstream_port, 1  # nothing answers there
             driver.go_on()
             until_s = time.monotonic() + PATIENCE_S
-            while not first.waiting_s > 0.5:  # heartbeats say so, that it is not taken for a hang
+            while not first.waiting_s > 0.5:  # its heartbeats have it, so that this is not taken for a hang
                 assert time.monotonic() < until_s
                 time.sleep(0.1)
             second.lose()
@@ -58,7 +58,7 @@ def test_a_fleet_loses_a_node_while_the_store_is_away_and_goes_on_with_the_same_
 
 
 @pytest.mark.slow
-def test_a_new_worker_says_that_it_waits_for_a_store_that_does_not_give_it_the_index_and_then_is_warm(
+def test_a_new_worker_reports_that_it_waits_for_a_store_that_does_not_give_it_the_index_and_then_is_warm(
     tmp_path: Path, s3_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = make_dataset(tmp_path / "bytes")

@@ -74,9 +74,9 @@ def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     start = Child.start
 
-    def standing_in(command: list[str], *given: Any, **options: Any) -> Child:
+    def standing_in(command: list[str], *arguments: Any, **options: Any) -> Child:
         names.append(name_of(command))
-        return start(["sleep", "600"] if names[-1] == "coordinator" else ["false"], *given, **options)
+        return start(["sleep", "600"] if names[-1] == "coordinator" else ["false"], *arguments, **options)
 
     monkeypatch.setattr(Child, "start", standing_in)
     monkeypatch.syspath_prepend(tmp_path / "source")
@@ -97,13 +97,13 @@ def seen(phase: FleetPhase, step: int = 0) -> FleetFile:
 def test_a_fleet_all_of_whose_agents_die_again_and_again_ends_with_the_reason(
     run: OpenRun, sleeping: list[str]
 ) -> None:
-    told: list[str] = []
+    notices: list[str] = []
 
     def show_that_it_runs(_ended: Callable[[], bool]) -> None:
         write_fleet_file(run.directory.path, seen(FleetPhase.RUNNING))
 
-    ending = run_fleet(run, LocalFleet(2, times=AT_ONCE), show_that_it_runs, told.append)
-    assert told[0] in [
+    ending = run_fleet(run, LocalFleet(2, times=AT_ONCE), show_that_it_runs, notices.append)
+    assert notices[0] in [
         f"node-{number}: its agent ended with code 1; it is started again" for number in (0, 1)
     ]
     assert (ending.status, ending.exit_code) == ("failed", 1)
@@ -119,10 +119,10 @@ def test_a_local_fleet_whose_coordinator_was_superseded_ends_with_the_reason(
     """Nobody else can lead it: the run was started again, or somebody has changed its claims."""
     start = Child.start
 
-    def standing_in(command: list[str], *given: Any, **options: Any) -> Child:
-        says = f"echo ends: superseded by another start; exit {EXIT_SUPERSEDED}"
-        words = says if name_of(command) == "coordinator" else "sleep 600"
-        return start(["sh", "-c", words], *given, **options)
+    def standing_in(command: list[str], *arguments: Any, **options: Any) -> Child:
+        superseded = f"echo ends: superseded by another start; exit {EXIT_SUPERSEDED}"
+        words = superseded if name_of(command) == "coordinator" else "sleep 600"
+        return start(["sh", "-c", words], *arguments, **options)
 
     monkeypatch.setattr(Child, "start", standing_in)
     monkeypatch.syspath_prepend(tmp_path / "source")
@@ -159,8 +159,8 @@ def asleep(run: OpenRun, fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> 
     """The processes of a fleet, all of which sleep once they are started."""
     start = Child.start
 
-    def sleep(_command: list[str], *given: Any, **options: Any) -> Child:
-        return start(["sleep", "600"], *given, **options)
+    def sleep(_command: list[str], *arguments: Any, **options: Any) -> Child:
+        return start(["sleep", "600"], *arguments, **options)
 
     monkeypatch.setattr(Child, "start", sleep)
     orders = StopOrders(lambda _words: None, STOP_WORDS)
@@ -182,7 +182,7 @@ def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(
     processes.end()
 
 
-def test_agents_that_the_coordinator_had_not_met_before_it_ended_are_told_to_end(
+def test_agents_that_the_coordinator_had_not_met_before_it_ended_are_ordered_to_end(
     run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processes = asleep(run, LocalFleet(2, times=SupervisionTimes(farewell_s=600.0)), monkeypatch)
@@ -217,9 +217,9 @@ def waiting(*roles: str) -> FleetFile:
 def test_a_fleet_is_stuck_if_every_node_that_could_help_it_is_barred(
     roles: tuple[str, ...], stuck: bool
 ) -> None:
-    why = supervised.no_way_on(waiting(*roles), 3)
-    assert bool(why) == stuck
-    assert not stuck or "node-0 is quarantined (3 failures)" in why
+    reason = supervised.no_way_on(waiting(*roles), 3)
+    assert bool(reason) == stuck
+    assert not stuck or "node-0 is quarantined (3 failures)" in reason
     assert not supervised.no_way_on(msgspec.structs.replace(waiting(*roles), phase=FleetPhase.RUNNING), 3)
 
 
@@ -241,19 +241,19 @@ def test_a_coordinator_is_restarted_although_the_users_model_is_gone(
 def test_a_token_file_that_is_damaged_meanwhile_gives_no_process_another_token(
     run: OpenRun, monkeypatch: pytest.MonkeyPatch, starts: list[str], damage: Callable[[str], str]
 ) -> None:
-    given: list[str] = []
+    tokens: list[str] = []
     failing, path = subprocess.Popen, run.directory.path / "fleet.token"
 
     def damaging(command: list[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
-        given.append(env["PHALANX_RUN_TOKEN"])
-        if len(given) == 1:
+        tokens.append(env["PHALANX_RUN_TOKEN"])
+        if len(tokens) == 1:
             path.write_text(damage(path.read_text()))
         return failing(command, env=env, **options)
 
     monkeypatch.setattr(subprocess, "Popen", damaging)
     run_fleet(run, LocalFleet(1, times=AT_ONCE), show_nothing)
     assert len(starts) > MOST_DEATHS
-    assert len(set(given)) == 1
+    assert len(set(tokens)) == 1
 
 
 @pytest.mark.usefixtures("starts")
@@ -264,7 +264,7 @@ def test_the_error_of_an_earlier_life_is_not_taken_for_the_coordinators(run: Ope
 
 
 @pytest.mark.usefixtures("starts")
-def test_an_exception_while_the_fleet_runs_asks_it_to_stop_and_is_raised_once_it_has_ended(
+def test_an_exception_while_the_fleet_runs_requests_a_stop_and_is_raised_once_it_has_ended(
     run: OpenRun,
 ) -> None:
     ends: list[Callable[[], bool]] = []

@@ -50,7 +50,7 @@ def made(temporary, path, **how):
 
 os.pwrite, os.link = written, made
 """
-"""The machine of the coordinator is lost, with its agent and workers, in the moment that a line of the journal or a claim says."""
+"""The machine of the coordinator is lost, with its agent and workers, when a line of the journal or a claim is written that matches ``DIES_AT``."""
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def test_a_lost_head_is_succeeded_while_the_fleet_trains_and_the_run_ends_as_if_
 
 
 @pytest.mark.parametrize(
-    ("when", "what"),
+    ("fatal_line", "change"),
     [
         pytest.param(
             r'"Parked".*"epoch":0', "lose a node", id="while the others leave the epoch of a lost node"
@@ -147,40 +147,42 @@ def test_a_lost_head_is_succeeded_while_the_fleet_trains_and_the_run_ends_as_if_
             r'claim .*"ended":"',
             "nothing",
             marks=pytest.mark.slow,
-            id="when it has claimed the end, and told nobody",
+            id="when it has claimed the end, and sent it to no node",
         ),
     ],
 )
 def test_the_machine_of_the_head_is_lost_in_any_phase_and_the_run_ends_as_if_undisturbed(
-    when: str, what: str, tmp_path: Path
+    fatal_line: str, change: str, tmp_path: Path
 ) -> None:
     make_run(tmp_path, replace(SPEC, min_nodes=1), STEPS)
-    with led_fleet(tmp_path, changed=DIES_AT, DIES_AT=when, DIES_WITH=str(tmp_path / "doomed")) as fleet:
+    with led_fleet(
+        tmp_path, changed=DIES_AT, DIES_AT=fatal_line, DIES_WITH=str(tmp_path / "doomed")
+    ) as fleet:
         (tmp_path / "doomed").write_text(str(fleet.agents["node-0"].pid))
         fleet.gathered(HELD)
-        if what == "lose a node":
+        if change == "lose a node":
             fleet.kill_node("node-1")
             fleet.hold_at(HELD + 5)
-        elif what == "shrink":
-            threading.Thread(target=ask_to_shrink, args=(tmp_path, "node-1"), daemon=True).start()
+        elif change == "shrink":
+            threading.Thread(target=request_shrink, args=(tmp_path, "node-1"), daemon=True).start()
             fleet.hold_at(HELD + 5)
         else:
             fleet.hold_at(None)
         assert fleet.coordinator is not None
         fleet.coordinator.wait(PATIENCE_S)
         assert fleet.agents.pop("node-0").wait(PATIENCE_S) == -signal.SIGKILL
-        if what != "nothing":
+        if change != "nothing":
             trains_under(fleet, reign=2, epoch=1)
             fleet.hold_at(None)
             assert fleet.result() == {"step": STEPS, "state": state_after(STEPS).hex()}
         for agent in fleet.agents.values():
             assert agent.wait(PATIENCE_S) == 0, fleet.logs()
         seen = fleet.until(lambda file: file.over)
-        assert (seen.phase, seen.reign) == ("finished", 2 if what != "nothing" else seen.reign)
+        assert (seen.phase, seen.reign) == ("finished", 2 if change != "nothing" else seen.reign)
 
 
-def ask_to_shrink(run_dir: Path, node: str) -> None:
-    """Asks for a node to be given back; the head may fall before it answers."""
+def request_shrink(run_dir: Path, node: str) -> None:
+    """Request that a node is given back; the head may fall before it answers."""
     subprocess.run(
         [sys.executable, "-m", "phalanx", "fleet", "shrink", str(run_dir), "--node", node],
         capture_output=True,
@@ -215,7 +217,7 @@ def test_the_successor_of_a_head_is_succeeded_too(tmp_path: Path) -> None:
         ends_well(fleet)
 
 
-def test_without_a_journal_the_successor_asks_every_node_and_no_epoch_number_is_used_twice(
+def test_without_a_journal_the_successor_queries_every_node_and_no_epoch_number_is_used_twice(
     tmp_path: Path,
 ) -> None:
     make_run(tmp_path, SPEC, STEPS)
@@ -287,7 +289,7 @@ os.link = made
 
 
 @pytest.mark.slow
-def test_a_run_whose_end_was_claimed_is_over_though_the_head_is_lost_before_it_says_so(
+def test_a_run_whose_end_was_claimed_is_over_though_the_head_is_lost_before_it_reports_that(
     tmp_path: Path,
 ) -> None:
     make_run(tmp_path, SPEC, STEPS)
@@ -305,7 +307,7 @@ def test_a_candidate_without_a_majority_yields_to_a_coordinator_that_is_started_
     with led_fleet(tmp_path, NODES[:3]) as fleet:
         fleet.gathered(HELD)
         fleet.kill_coordinator()
-        fleet.kill_node("node-2")  # of the two that may elect, one is left
+        fleet.kill_node("node-2")  # one of the two that may elect is left
         folder, deadline_s = tmp_path / "fleet" / "candidates", time.monotonic() + PATIENCE_S
         while not list(folder.glob("*.json")):
             assert time.monotonic() < deadline_s
@@ -313,10 +315,13 @@ def test_a_candidate_without_a_majority_yields_to_a_coordinator_that_is_started_
         fleet.start_coordinator("--node", "node-0")
         seen = fleet.until(
             lambda file: (
-                file.restarts == 1 and any(one.attached for one in file.members if one.name == "node-1")
+                file.restarts == 1
+                and any(member.attached for member in file.members if member.name == "node-1")
             )
         )
-        assert not any("node-1" in one.node and "silent" in one.text for one in seen.happenings)
+        assert not any(
+            "node-1" in incident.node and "silent" in incident.text for incident in seen.happenings
+        )
         fleet.hold_at(None)
         ends_well(fleet)
 
@@ -329,13 +334,13 @@ def test_dead_candidates_of_before_keep_nobody_from_a_coordinator_that_is_starte
         fleet.gathered(HELD)
         folder = tmp_path / "fleet" / "candidates"
         folder.mkdir(exist_ok=True)
-        address = f"127.0.0.1:{silent.getsockname()[1]}"  # takes connections, and says nothing
+        address = f"127.0.0.1:{silent.getsockname()[1]}"  # takes connections, and sends nothing
         content = {"node": "node-9", "address": address, "attempt": 0, "term": 1}
         (folder / "node-9.json").write_text(json.dumps(content))
         os.utime(folder / "node-9.json", (0, 0))
         fleet.kill_coordinator()
         fleet.start_coordinator("--node", "node-0")
-        fleet.until(lambda file: file.restarts == 1 and all(one.attached for one in file.members))
+        fleet.until(lambda file: file.restarts == 1 and all(member.attached for member in file.members))
         assert not list(folder.iterdir())
         fleet.hold_at(None)
         assert ends_well(fleet).epoch == 0

@@ -63,24 +63,26 @@ def test_coordinator_and_agents_serve_their_metrics_and_a_coordinator_that_is_st
             fleet.start_agent(node)
         fleet.gathered(20)
         wait_for(lambda: set(addresses(tmp_path)) == {"", "a", "b", "c"})
-        known = addresses(tmp_path)
-        assert known[""] == f"127.0.0.1:{port}"
-        wait_for(lambda: scrape(known[""]).get("phalanx_fleet_nodes,spare") == 1)
-        found = scrape(known[""])
-        assert found["phalanx_fleet_nodes,member"] == 2
-        assert sum(value for name, value in found.items() if name.startswith("phalanx_fleet_node_ranks")) == 2
-        of_a = scrape(known["a"])
+        address_of = addresses(tmp_path)
+        assert address_of[""] == f"127.0.0.1:{port}"
+        wait_for(lambda: scrape(address_of[""]).get("phalanx_fleet_nodes,spare") == 1)
+        metrics = scrape(address_of[""])
+        assert metrics["phalanx_fleet_nodes,member"] == 2
+        assert (
+            sum(value for name, value in metrics.items() if name.startswith("phalanx_fleet_node_ranks")) == 2
+        )
+        of_a = scrape(address_of["a"])
         assert (of_a["phalanx_node_workers,a"], of_a["phalanx_node_attached,a"]) == (1, 1)
         assert 0 < of_a["phalanx_node_disk_free_bytes,a"] <= of_a["phalanx_node_disk_bytes,a"]
 
-        lost = next(node for node in "abc" if found[f"phalanx_fleet_node_ranks,{node}"])
+        lost = next(node for node in "abc" if metrics[f"phalanx_fleet_node_ranks,{node}"])
         fleet.hold_at(40)
         fleet.kill_node(lost)
         fleet.held(40, epoch=1)
-        wait_for(lambda: scrape(known[""]).get("phalanx_fleet_nodes,lost") == 1)
-        assert scrape(known[""])["phalanx_fleet_recoveries_total"] == 1
+        wait_for(lambda: scrape(address_of[""]).get("phalanx_fleet_nodes,lost") == 1)
+        assert scrape(address_of[""])["phalanx_fleet_recoveries_total"] == 1
         assert lost in addresses(tmp_path), "its file stays, and Prometheus finds it down"
 
         fleet.kill_coordinator()
         fleet.start_coordinator()
-        wait_for(lambda: scrape(known[""]).get("phalanx_fleet_coordinator_restarts_total") == 1)
+        wait_for(lambda: scrape(address_of[""]).get("phalanx_fleet_coordinator_restarts_total") == 1)

@@ -1,4 +1,4 @@
-"""The rank of a fleet between its training loop and its agent: what it tells others, and what it does not believe."""
+"""The rank of a fleet between its training loop and its agent: what it sends to others, and which results it rejects."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
 @given(st.integers(1, 100_000), st.integers(1, 40), st.integers(1, 24))
-def test_records_are_told_in_their_order_up_to_a_limit_for_all_ranks_together(
+def test_records_are_sent_in_their_order_up_to_a_limit_for_all_ranks_together(
     ranks: int, records: int, mebibytes: int
 ) -> None:
     record = bytes(mebibytes << 20)
     kept = _not_too_long(dict.fromkeys(range(records), record), ranks)
-    told_bytes = len(kept) * len(record)
+    sent_bytes = len(kept) * len(record)
     assert list(kept) == list(range(len(kept)))
-    assert told_bytes <= _TOLD_BYTES
-    assert told_bytes * ranks <= _TOLD_BY_ALL_BYTES
+    assert sent_bytes <= _TOLD_BYTES
+    assert sent_bytes * ranks <= _TOLD_BY_ALL_BYTES
     room = min(_TOLD_BYTES, _TOLD_BY_ALL_BYTES // ranks)
-    assert len(kept) == records or told_bytes + len(record) > room
+    assert len(kept) == records or sent_bytes + len(record) > room
 
 
 @pytest.fixture
@@ -84,11 +84,11 @@ def test_what_a_gpu_holds_after_its_epoch_was_broken_off_is_no_result(
 def test_a_rank_that_computes_apart_from_the_run_hangs_only_if_one_of_its_steps_takes_too_long(
     tmp_path: Path, memory: SnapshotMemory
 ) -> None:
-    spec = RunSpec()
-    impatient = dataclasses.replace(spec, fleet=dataclasses.replace(spec.fleet, stall_s=1e-9))
-    for one, hangs in ((spec, False), (impatient, True)):
+    usual = RunSpec()
+    impatient = dataclasses.replace(usual, fleet=dataclasses.replace(usual.fleet, stall_s=1e-9))
+    for spec, hangs in ((usual, False), (impatient, True)):
         guardian = RankGuardian(
-            one,
+            spec,
             memory.worker_segments(0),
             "",
             None,
@@ -141,6 +141,6 @@ def test_a_snapshot_without_memory_breaks_its_epoch_and_the_remedy_is_in_what_a_
     assert "fleet.snapshot_every_steps = 0" in outcome.text[:200]
 
 
-def test_who_leaves_as_asked_says_so_unless_the_order_to_leave_has_come() -> None:
+def test_a_rank_that_leaves_on_request_reports_it_unless_the_order_to_leave_has_come() -> None:
     assert outcome_of(ParkedError(), 7, over=False, device=CPU) == EpochBroken(7, LEFT_AS_ASKED)
     assert outcome_of(ParkedError(), 7, over=True, device=CPU) is None

@@ -12,11 +12,11 @@ from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.fleet.node.copies import SnapshotCourier
 
 
-def test_a_buddy_that_refuses_is_asked_less_and_less_often_and_each_of_its_reasons_is_told_once(
+def test_a_buddy_that_refuses_is_tried_less_and_less_often_and_each_of_its_reasons_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter(["no room"] * 40 + ["no token"] * 40)
-    told: list[str] = []
+    lines: list[str] = []
     pauses: list[float] = []
 
     def stream(*_: object) -> None:
@@ -30,11 +30,11 @@ def test_a_buddy_that_refuses_is_asked_less_and_less_often_and_each_of_its_reaso
     monkeypatch.setattr(SnapshotCourier, "_stream", stream)
     monkeypatch.setattr(asyncio, "sleep", sleep)
     memory = SnapshotMemory("run", 0)
-    courier = SnapshotCourier(memory, tmp_path, 1, tls=None, token=str, log=told.append)
+    courier = SnapshotCourier(memory, tmp_path, 1, tls=None, token=str, log=lines.append)
     try:
         assert asyncio.run(courier.push(0, SnapshotKey(2, 1, 7), "buddy:1", lambda: True))
     finally:
         courier.close()
-    assert [line.rpartition(": ")[2] for line in told] == ["no room", "no token"]
+    assert [line.rpartition(": ")[2] for line in lines] == ["no room", "no token"]
     assert pauses == sorted(pauses)
     assert pauses[-1] > 10 * pauses[0]

@@ -22,12 +22,12 @@ def save_all(fleet: list[Node], root: Path) -> list[bool]:
     """Each node writes its own snapshot, all at once; which of them have committed."""
     draft, ranks = Draft(STEP, 4), len(fleet)
 
-    def one(rank: int) -> bool:
+    def save(rank: int) -> bool:
         share = [(SnapshotKey(ranks, rank, STEP), rank)]
         return save_snapshots(fleet[rank].memory, DiskTier(root), draft, share, ranks, timeout_s=60.0)
 
     with ThreadPoolExecutor(ranks) as pool:
-        return [said.result() for said in [pool.submit(one, rank) for rank in range(ranks)]]
+        return [saving.result() for saving in [pool.submit(save, rank) for rank in range(ranks)]]
 
 
 @settings(max_examples=15, deadline=None)
@@ -60,7 +60,7 @@ def test_a_damaged_snapshot_is_not_saved_and_nobody_commits(tmp_path: Path) -> N
         assert tier.steps() == []
 
 
-def test_a_node_that_holds_nothing_of_the_step_says_so_to_all(tmp_path: Path) -> None:
+def test_a_node_that_holds_nothing_of_the_step_reports_that_to_all(tmp_path: Path) -> None:
     with closing(Node()) as node:
         tier = DiskTier(tmp_path)
         with pytest.raises(Exception, match="is not in this memory"):

@@ -251,7 +251,7 @@ def test_a_worker_that_has_left_an_epoch_holds_nothing_of_it(make_driver: Any) -
     driver.order_out([first, second])
     driver.go_on()
     driver.park([first, second])
-    # Whoever holds the model holds its groups, and they their connections. A group closes its own a moment after it is gone;
+    # A model that is still referenced keeps its groups, and they their connections. A group closes its own a moment after it is gone;
     # the suite's timeout is the limit.
     while _sockets(first.process.pid) > before:
         time.sleep(0.01)
@@ -357,15 +357,15 @@ def test_snapshots_that_cannot_be_read_are_tried_again_and_then_all_turn_to_the_
     assert driver.finish() == undisturbed
 
 
-def test_a_worker_whose_machine_computes_wrongly_says_so_instead_of_being_warm_and_ends(
+def test_a_worker_whose_machine_computes_wrongly_is_unfit_and_ends(
     make_driver: Any,
 ) -> None:
     driver = make_driver(0, health_checks=True)
     node = Node(driver.spec, 0, (str(Path(__file__).with_name("miscomputing_worker.py")),))
     driver.nodes.append(node)
-    said = node.said.get(timeout=PATIENCE_S)
-    assert isinstance(said, Unfit)
-    assert said.evidence == "matrix product: bfloat16 product 2 of 2: 1 of 1024 rows are wrong"
+    message = node.said.get(timeout=PATIENCE_S)
+    assert isinstance(message, Unfit)
+    assert message.evidence == "matrix product: bfloat16 product 2 of 2: 1 of 1024 rows are wrong"
     assert node.process.wait(timeout=PATIENCE_S) == 0
 
 
@@ -386,7 +386,7 @@ def test_only_a_worker_that_was_given_faults_imports_the_saboteur(
     assert "phalanx.fleet.saboteur" in faulty
 
 
-def test_a_worker_whose_node_has_another_dataset_says_so_instead_of_being_warm(make_driver: Any) -> None:
+def test_a_worker_whose_node_has_another_dataset_is_unfit(make_driver: Any) -> None:
     driver = make_driver(1)
     record = driver.nodes[0].run_dir / "record.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "data_fingerprint": "0" * 64}))
@@ -397,9 +397,7 @@ def test_a_worker_whose_node_has_another_dataset_says_so_instead_of_being_warm(m
         node.close()
 
 
-def test_a_worker_whose_machine_lacks_an_observer_says_so_instead_of_being_warm(
-    dataset: Path, tmp_path: Path
-) -> None:
+def test_a_worker_whose_machine_lacks_an_observer_is_unfit(dataset: Path, tmp_path: Path) -> None:
     spec = replace_at(a_run(dataset, tmp_path / "run"), "observe.observers", ("margin",))
     driver = Driver(spec, 0)
     driver.nodes.append(Node(driver.spec, 0))
@@ -409,7 +407,7 @@ def test_a_worker_whose_machine_lacks_an_observer_says_so_instead_of_being_warm(
         driver.close()
 
 
-def test_a_worker_whose_machine_rounds_otherwise_than_the_first_one_says_so_instead_of_being_warm(
+def test_a_worker_whose_machine_rounds_otherwise_than_the_first_one_is_unfit(
     make_driver: Any,
 ) -> None:
     driver = make_driver(1)

@@ -1,4 +1,4 @@
-"""An agent tells a silent worker that is at work from one that sleeps or is stopped."""
+"""An agent distinguishes a silent worker that is at work from one that sleeps or is stopped."""
 
 from __future__ import annotations
 
