@@ -28,7 +28,8 @@ pytestmark = pytest.mark.timeout(0)
 
 def fleet_run(run_file: Path, folder: Path, *arguments: str) -> dict[str, Any]:
     """The result of a fleet of three nodes and a spare, which are not checked before they are offered: that takes as long as ten steps."""
-    fields = ("fleet.heartbeat_s=1", "fleet.lease_s=4", "fleet.health_checks=false")
+    leases = ("fleet.heartbeat_s=1", "fleet.lease_s=4", "fleet.worker_lease_s=4")
+    fields = (*leases, "fleet.health_checks=false")
     settings = [part for field in fields for part in ("--set", field)]
     command = [
         "train",
