@@ -51,6 +51,8 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     def pausing_read(descriptor: int, count: int) -> bytes:
         if not threading.current_thread().name.startswith("output of"):
             return read(descriptor, count)
+        if woken.is_set():
+            threading.Event().wait(0.1)  # in which an ``ended`` that does not wait for this read returns
         try:
             return read(descriptor, min(count, 8))
         finally:
