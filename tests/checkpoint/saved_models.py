@@ -17,7 +17,7 @@ from phalanx.run.spec import ModelSpec
 
 
 def save_models(root: Path, steps: Mapping[int, Transformer | Chain]) -> DiskTier:
-    """Checkpoints of these steps: weights, and something that is none of a reader's business."""
+    """Checkpoints of these steps: weights, and a tensor that readers of weights ignore."""
     tier = DiskTier(root)
     saver = AsyncSaver(tier, rank=0, world_size=1)
     for step, model in steps.items():

@@ -1,6 +1,6 @@
 """From tensors to shards: which part of which full tensor a rank holds.
 
-A plain tensor is its own full tensor. A DTensor says by its placements which box of the full one its local tensor
+A plain tensor is its own full tensor. The placements of a DTensor give the box of the full one that its local tensor
 is (FSDP2's uneven chunks of dimension 0 and empty chunks included; local tensors carry no padding), and which ranks
 hold the same box, so that saving can be shared among them.
 """
@@ -19,7 +19,7 @@ from phalanx.parallel.torch_compat import local_slice_of
 def shards_of(tensors: Mapping[str, torch.Tensor], *, replica: int = 0, replicas: int = 1) -> list[Shard]:
     """The boxes that this rank holds of the named tensors, as shards that share their memory.
 
-    ``replica`` of ``replicas`` says who else holds the plain tensors alike; DTensors know that
+    The plain tensors are copy ``replica`` of ``replicas`` equal ones. DTensors state their copies
     themselves, within their mesh: ranks outside it that hold the same write it too, which costs bytes only. Raises
     CheckpointError for a tensor that is not one box: a partial sum, or a placement that interleaves.
     """
@@ -48,7 +48,7 @@ def _shard_of_dtensor(name: str, tensor: DTensor) -> Shard:
 
 
 def _local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and global offset of this rank's part. An empty part lies at the tensor's origin."""
+    """Shape and global offset of this rank's part. An empty part is at the tensor's origin."""
     offset, shape = local_slice_of(tensor)
     return shape, (0,) * len(shape) if 0 in shape else offset
 
@@ -58,9 +58,9 @@ def _copies_of(tensor: DTensor) -> Copies:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise CheckpointError(f"this rank is not in the mesh {mesh} of a tensor that it should save")
-    alike = tuple(
+    same_box = tuple(
         slice(None) if isinstance(placement, Replicate) else position
         for placement, position in zip(tensor.placements, coordinate, strict=True)
     )
-    group = tuple(int(rank) for rank in mesh.mesh[alike].flatten().tolist())
+    group = tuple(int(rank) for rank in mesh.mesh[same_box].flatten().tolist())
     return Copies(group.index(mesh.get_rank()), len(group), group)

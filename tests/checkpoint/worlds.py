@@ -33,7 +33,7 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    flat = [one.contiguous().reshape(-1).view(torch.uint8) for one in (a, b)]
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*flat)
 
 
@@ -72,12 +72,12 @@ def grids(draw: st.DrawFn, box: Box) -> list[Box]:
 @st.composite
 def holdings(draw: st.DrawFn, state: State, ranks: int) -> list[list[Box]]:
     """The boxes that each of ``ranks`` ranks holds: each tensor on a grid of its own, some cells on several ranks."""
-    held: list[list[Box]] = [[] for _ in range(ranks)]
+    rank_boxes: list[list[Box]] = [[] for _ in range(ranks)]
     for name, tensor in state.items():
         for cell in draw(grids(box_of(name, tensor))):
             for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=2)):
-                held[rank].append(cell)
-    return held
+                rank_boxes[rank].append(cell)
+    return rank_boxes
 
 
 def shards_from(state: State, boxes: Sequence[Box]) -> list[Shard]:

@@ -15,7 +15,7 @@ from phalanx.checkpoint.format.image import view_of
 
 
 @given(st.data(), shapes, st.integers(1, 64), st.integers(0, 100))
-def test_pieces_hold_exactly_the_part_and_lie_in_a_block_but_for_single_elements(
+def test_pieces_hold_exactly_the_part_and_are_in_one_block_but_for_single_elements(
     data: st.DataObject, shape: tuple[int, ...], block_bytes: int, start: int
 ) -> None:
     full = full_box("t", "float32", shape)
@@ -34,7 +34,7 @@ def test_pieces_hold_exactly_the_part_and_lie_in_a_block_but_for_single_elements
         assert (out == numbers[part.slices_in(full)]).all()
 
 
-def test_a_tensor_that_lies_across_blocks_is_cut_once_at_each() -> None:
+def test_a_tensor_across_blocks_is_cut_once_at_each() -> None:
     full = full_box("t", "float32", (100, 8))
     pieces = list(spans_in_blocks(full, full, 64, 1024))
     assert [piece.stop - piece.start for piece in pieces] == [960, 1024, 1024, 192]

@@ -29,7 +29,7 @@ def held_at(box: Box, distance: int, holder: str = "0") -> StoredBox:
 
 
 @given(st.data())
-def test_each_needed_element_is_read_exactly_once_whatever_the_layouts(data: st.DataObject) -> None:
+def test_each_needed_element_is_read_exactly_once_between_any_layouts(data: st.DataObject) -> None:
     state = data.draw(states())
     stored = data.draw(holdings(state, 3))
     needed = [box for boxes in data.draw(holdings(state, 2)) for box in boxes]
@@ -130,7 +130,7 @@ def test_the_name_of_a_tensor_without_elements_is_kept_by_the_first_replica_alon
     assert [share_of([empty, nobodys], replica, 3) for replica in range(3)] == [[empty], [], []]
 
 
-def test_boxes_that_lie_whole_in_a_share_are_not_divided() -> None:
+def test_boxes_that_fit_in_a_share_are_not_divided() -> None:
     boxes = [full_box(name, "float32", (4, 2)) for name in "abc"]
     assert [share_of(boxes, replica, 3) for replica in range(3)] == [[box] for box in boxes]
     first, second = share_of(boxes, 0, 2), share_of(boxes, 1, 2)

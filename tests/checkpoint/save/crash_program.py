@@ -1,4 +1,4 @@
-"""Saves checkpoints in forked children, kills each at a random moment, and checks what is left.
+"""Save checkpoints in forked children, kill each at a random moment, and check what is left.
 
 Run as a program of its own, ``crash_program.py FOLDER KILLS SEED [STORE]``: it forks before any thread exists. Exits non-zero
 where a kill lost a committed step, left a damaged one, or made one visible that does not verify; with the URL of a ``STORE``,
@@ -33,32 +33,32 @@ from phalanx.store.store import Store
 RANKS = 2
 COMMIT, SAVE, UPLOAD, DELETION = ((1 << 30) + n for n in range(4))
 DOING = {SAVE: "save", UPLOAD: "upload", DELETION: "deletion"}
-"""What a child says that it begins to do: numbers that no step has."""
+"""Reports of a child on the work that it begins: numbers that no step has."""
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
     return {f"model/w{i}": torch.full((1 << 16,), float(step)) for i in range(4)}
 
 
-class TellingStore:
-    """A store that says what it is about to do; see ``killed_child``."""
+class ReportingStore:
+    """A store that reports what it is about to do; see ``killed_child``."""
 
-    def __init__(self, store: Store, told: int) -> None:
-        self._store, self._told = store, told
+    def __init__(self, store: Store, report_to: int) -> None:
+        self._store, self._report_to = store, report_to
 
     def __getattr__(self, name: str) -> Any:
         if name in ("put", "put_blocks", "create"):
-            os.write(self._told, UPLOAD.to_bytes(4, "little"))
+            os.write(self._report_to, UPLOAD.to_bytes(4, "little"))
         return getattr(self._store, name)
 
     def delete(self, keys: Iterable[str]) -> None:
-        found = list(keys)
-        if found:
-            os.write(self._told, DELETION.to_bytes(4, "little"))
-        self._store.delete(found)
+        batch = list(keys)
+        if batch:
+            os.write(self._report_to, DELETION.to_bytes(4, "little"))
+        self._store.delete(batch)
 
 
-def save_forever(root: Path, attempt: int, first: int, told: int, store: str) -> None:
+def save_forever(root: Path, attempt: int, first: int, report_to: int, store: str) -> None:
     tier = DiskTier(root, block_bytes=64 << 10)
     keep = Retention(keep_last=3)
     savers = [AsyncSaver(tier, r, RANKS, r, RANKS, attempt, retention=keep) for r in range(RANKS)]
@@ -66,7 +66,7 @@ def save_forever(root: Path, attempt: int, first: int, told: int, store: str) ->
     copies = [
         RankCopies(
             tier,
-            cast(Store, TellingStore(open_store(store), told)),
+            cast(Store, ReportingStore(open_store(store), report_to)),
             rules,
             str(attempt),
             CopyShare((r,), RANKS),
@@ -75,7 +75,7 @@ def save_forever(root: Path, attempt: int, first: int, told: int, store: str) ->
         for r in range(RANKS if store else 0)
     ]
     for step in range(first, first + 10_000):
-        os.write(told, SAVE.to_bytes(4, "little"))
+        os.write(report_to, SAVE.to_bytes(4, "little"))
         for saver in savers:
             saver.save(step, shards_of(state(step)), {"step": step})
         for saver in savers:
@@ -87,15 +87,15 @@ def save_forever(root: Path, attempt: int, first: int, told: int, store: str) ->
             for rank in copies:
                 rank.settle()
                 assert all(isinstance(event, CheckpointCopied) for event in rank.collect())
-            os.write(told, outcome.step.to_bytes(4, "little"))
+            os.write(report_to, outcome.step.to_bytes(4, "little"))
 
 
 def killed_child(
     root: Path, attempt: int, first: int, delay_s: float, after: int, store: str
 ) -> tuple[int, str]:
-    """The last step that a child had reported as committed when it was killed, or 0; and what it was at.
+    """Return the last step that a child reported as committed before it was killed, or 0; and the work that it was at.
 
-    The child says what it begins to do, and what it has committed. It is killed a moment after it has said ``after``, if that is given: on a
+    The child reports what it begins to do, and what it has committed. It is killed a moment after the report ``after``, if that is given: on a
     busy machine too, kills then come at all of these.
     """
     reader, writer = os.pipe()
@@ -103,19 +103,19 @@ def killed_child(
     if not child:
         save_forever(root, attempt, first, writer, store)
     os.close(writer)
-    told = list[int]()
+    reports = list[int]()
     while after and (data := os.read(reader, 4)):
-        told.append(int.from_bytes(data, "little"))
-        if (told[-1] if told[-1] in DOING else COMMIT) == after:
+        reports.append(int.from_bytes(data, "little"))
+        if (reports[-1] if reports[-1] in DOING else COMMIT) == after:
             break
     time.sleep(delay_s)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with os.fdopen(reader, "rb") as pipe:
         rest = pipe.read()
-    told += [int.from_bytes(rest[place : place + 4], "little") for place in range(0, len(rest), 4)]
-    steps = [one for one in told if one not in DOING]
-    at = [DOING[one] for one in told if one in DOING]
+    reports += [int.from_bytes(rest[place : place + 4], "little") for place in range(0, len(rest), 4)]
+    steps = [report for report in reports if report not in DOING]
+    at = [DOING[report] for report in reports if report in DOING]
     return max([0, *steps]), at[-1] if at else "start"
 
 
@@ -133,7 +133,7 @@ def check(root: Path, last: int, before: list[int]) -> None:
 
 
 def check_store(url: str, last: int, on_disk: int) -> None:
-    """In a child of its own: a client of a store has threads, and nothing is forked from a process that has."""
+    """Check the store in a child process: its client has threads, and a process with threads must not fork."""
     child = os.fork()
     if child:
         assert os.waitpid(child, 0)[1] == 0, "the store is not whole"
@@ -162,7 +162,7 @@ def main() -> None:
     moments = (COMMIT, 0, UPLOAD, SAVE, DELETION) if store else (COMMIT, 0, COMMIT, SAVE)
     for attempt in range(kills):
         before = candidates(DiskTier(root))
-        # Some come long after the moment, whatever is done then.
+        # Some kills come long after the moment, during any other work.
         delay_s = rng.uniform(0.0, rng.choice((0.002, 0.02, 0.1)))
         last, doing = killed_child(
             root, attempt, committed + 1, delay_s, moments[attempt % len(moments)], store

@@ -15,7 +15,7 @@ from store.servers import Server
 
 
 def kill_often(folder: Path, kills: int, store: str, environment: Mapping[str, str]) -> str:
-    """What the program says of so many kills, of a writer in ``folder`` whose checkpoints are copied to ``store``."""
+    """Output of the program after so many kills of a writer in ``folder`` whose checkpoints are copied to ``store``."""
     program = Path(__file__).with_name("crash_program.py")
     root = Path(__file__).parents[3]
     with in_place_of_execution():
@@ -34,8 +34,8 @@ def kill_often(folder: Path, kills: int, store: str, environment: Mapping[str, s
     "store", ["", pytest.param("store", marks=pytest.mark.slow)], ids=["on disk", "copied to a store"]
 )
 def test_a_kill_at_any_moment_leaves_only_whole_steps_and_loses_none(tmp_path: Path, store: str) -> None:
-    said = kill_often(tmp_path / "disk", 12, str(tmp_path / store) if store else "", {})
-    assert int(said.split()[2]) >= 6, "a kill after a commit lost it"
+    output = kill_often(tmp_path / "disk", 12, str(tmp_path / store) if store else "", {})
+    assert int(output.split()[2]) >= 6, "a kill after a commit lost it"
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_two_hundred_kills_in_saves_uploads_and_deletions_leave_no_step_in_a_rea
     tmp_path: Path, s3_server: Server
 ) -> None:
     url = s3_server.url(secrets.token_hex(8))
-    said = kill_often(tmp_path / "disk", 200, url, s3_server.environment)
-    assert int(said.split()[2]) >= 100, "a kill after a commit lost it"
-    found = {what: int(times) for times, what in re.findall(r"(\d+) in (\w+)", said)}
-    assert min(found[what] for what in ("save", "upload", "deletion")) >= 5, said
+    output = kill_often(tmp_path / "disk", 200, url, s3_server.environment)
+    assert int(output.split()[2]) >= 100, "a kill after a commit lost it"
+    kills_by_work = {work: int(times) for times, work in re.findall(r"(\d+) in (\w+)", output)}
+    assert min(kills_by_work[work] for work in ("save", "upload", "deletion")) >= 5, output

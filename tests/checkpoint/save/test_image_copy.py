@@ -1,4 +1,4 @@
-"""Copies from GPUs and the optimizer: whose stream waits for whose, by stand-ins for PyTorch's streams."""
+"""Copies from GPUs and the optimizer: which stream waits for which, by stand-ins for PyTorch's streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GPU = torch.device("cuda", 3)
 
 
 class Queue:
-    """A stream that notes what it is told to wait for."""
+    """A stream that records what it waits for."""
 
     def __init__(self, name: str, log: list[tuple[str, str]]) -> None:
         self.name, self.log = name, log
@@ -26,7 +26,7 @@ class Queue:
 
 
 class Mark:
-    """An event that knows where it was recorded."""
+    """An event with the place where it was recorded."""
 
     recorded = ""
 
@@ -34,7 +34,7 @@ class Mark:
         self.recorded = f"end of {queue.name}"
 
 
-def test_the_update_of_a_gpu_waits_for_the_copies_from_that_gpu_whichever_is_the_current_one(
+def test_the_update_of_a_gpu_waits_for_the_copies_from_that_gpu_also_if_another_is_the_current_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[tuple[str, str]] = []

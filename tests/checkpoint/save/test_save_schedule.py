@@ -54,11 +54,11 @@ steps_strategy = st.lists(st.integers(0, 500), unique=True)
 def test_exactly_the_newest_and_the_periodic_stay(
     steps: list[int], keep_last: int, keep_every: int | None
 ) -> None:
-    gone = Retention(keep_last, keep_every).expired(steps)
+    deleted_steps = Retention(keep_last, keep_every).expired(steps)
     for step in steps:
         newer = sum(other > step for other in steps)
         stays = newer < keep_last or (keep_every and step % keep_every == 0)
-        assert (step in gone) == (not stays)
+        assert (step in deleted_steps) == (not stays)
 
 
 @given(steps_strategy)

@@ -67,7 +67,7 @@ def test_tensors_may_change_as_soon_as_save_returns() -> None:
     assert same_state(loaded(tier, 1), state(1))
 
 
-def test_with_one_buffer_a_save_waits_for_the_previous_one_and_says_so(
+def test_with_one_buffer_a_save_waits_for_the_previous_one_and_reports_the_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tier = GatedTier()
@@ -116,7 +116,7 @@ def test_a_larger_state_than_before_gets_a_larger_buffer(tmp_path: Path) -> None
     assert verify(tmp_path) == []
 
 
-def test_saving_a_committed_step_does_nothing_and_says_so(tmp_path: Path) -> None:
+def test_saving_a_committed_step_does_nothing_and_is_reported_as_existing(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path)
     saver = AsyncSaver(tier, 0, 1)
     saver.save(1, shards_of(state(1)), {"tokens": 5})
@@ -242,7 +242,7 @@ def test_a_closed_saver_refuses_to_save(tmp_path: Path) -> None:
         saver.save(1, [], {})
 
 
-def test_whatever_a_tier_raises_becomes_a_reported_error(tmp_path: Path) -> None:
+def test_any_exception_of_a_tier_becomes_a_reported_error(tmp_path: Path) -> None:
     saver = AsyncSaver(RefusingTier(tmp_path, ZeroDivisionError("odd")), 0, 1)
     saver.save(1, shards_of(state(1)), {})
     saver.close()

@@ -89,13 +89,13 @@ def uploaders(
         )
         for _ in shares
     ]
-    for one, ranks in zip(made, shares, strict=True):
-        one.deal(CopyShare(ranks, RANKS))
+    for uploader, ranks in zip(made, shares, strict=True):
+        uploader.deal(CopyShare(ranks, RANKS))
     try:
         yield made
     finally:
-        for one in made:
-            one.cancel()
+        for uploader in made:
+            uploader.cancel()
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -175,7 +175,7 @@ def test_two_agents_that_both_take_rank_0_for_theirs_make_one_commit(directory: 
     assert [key for key in store.objects if key.startswith("committed/")] == ["committed/00000002.json"]
 
 
-def test_a_store_that_fails_is_told_once_and_tried_again(directory: RunDirectory) -> None:
+def test_a_store_that_fails_is_reported_once_and_tried_again(directory: RunDirectory) -> None:
     store = MemoryStore()
     down = [True]
 
@@ -202,7 +202,7 @@ def test_a_store_that_fails_is_told_once_and_tried_again(directory: RunDirectory
     assert str(store_standing(spec, directory)) == f"in {store.url}: step 2"
 
 
-def test_a_copy_that_is_there_is_kept_whatever_layout_has_saved_it(directory: RunDirectory) -> None:
+def test_an_existing_copy_is_kept_after_a_save_by_another_layout(directory: RunDirectory) -> None:
     store, disk = MemoryStore(), DiskTier(directory.checkpoints)
     save(directory, 2)
     with uploaders(directory, store, (0, 1, 2, 3)) as (agent,):
@@ -291,7 +291,7 @@ def test_a_step_whose_index_cannot_be_read_is_reported_with_the_cause(directory:
 
 
 class FakeTime:
-    """A clock that goes only while somebody sleeps."""
+    """A clock that advances only while a caller sleeps."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -344,7 +344,7 @@ def rank_copies(
 
 
 def settled(copies: list[RankCopies], *steps: int) -> list[Any]:
-    """Expects the steps on every rank, and returns what has happened on the first one at the end."""
+    """Expect the steps on every rank, and return the events of the first rank at the end."""
     for each in copies:
         for step in steps:
             each.expect(step)
@@ -445,7 +445,7 @@ def test_cancelled_copies_end_at_once_and_commit_nothing(directory: RunDirectory
 
 
 class FailingDisk(DiskTier):
-    """A disk that answers with an error from its ``good``-th question on, and counts them."""
+    """A disk whose calls fail from the ``good``-th on, and are counted."""
 
     def __init__(self, root: Path, good: int) -> None:
         super().__init__(root)
@@ -468,7 +468,7 @@ class FailingDisk(DiskTier):
 
 
 @pytest.mark.parametrize("good", range(4))
-def test_a_disk_that_fails_is_not_questioned_without_a_pause_and_holds_nobody_up(
+def test_a_disk_that_fails_is_not_read_without_a_pause_and_holds_nobody_up(
     directory: RunDirectory, good: int
 ) -> None:
     disk = FailingDisk(directory.checkpoints, good)

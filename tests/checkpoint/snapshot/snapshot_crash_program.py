@@ -1,4 +1,4 @@
-"""Takes snapshots in a child process, kills it at a random moment, and looks at what is left; prints one JSON object a trial.
+"""Take snapshots in a child process, kill it at a random moment, and check what is left; print one JSON object a trial.
 
 Run as a program of its own, because it forks: in a process with threads a fork is not safe.
 """
@@ -22,7 +22,9 @@ _BLOCK_BYTES = 64 << 10
 
 def write_for_ever(descriptors: list[int], resumed_step: int) -> None:
     """Each step's state is its number, in every element."""
-    writer = SnapshotWriter([Segment(one) for one in descriptors], "run", block_bytes=_BLOCK_BYTES)
+    writer = SnapshotWriter(
+        [Segment(descriptor) for descriptor in descriptors], "run", block_bytes=_BLOCK_BYTES
+    )
     writer.bind(1, 1, 0, resumed_step)
     state = {"a": torch.zeros(_ELEMENTS, dtype=torch.int64), "b": torch.zeros(7, dtype=torch.int64)}
     for step in range(resumed_step + 1, 1 << 40):

@@ -1,4 +1,4 @@
-"""A data port that many come to at once: strangers keep nobody out, and every reader of the run gets its turn."""
+"""Many clients of a data port at once: strangers keep nobody out, and every reader of the run gets its turn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def memory() -> Iterator[SnapshotMemory]:
 
 @contextmanager
 def crowd(address: str, size: int) -> Iterator[list[socket.socket]]:
-    """Connections of strangers who say nothing."""
+    """Silent connections of strangers."""
     host, _, port = address.partition(":")
     strangers = []
     try:
@@ -51,7 +51,7 @@ def crowd(address: str, size: int) -> Iterator[list[socket.socket]]:
 
 
 def restored(address: str, reader: int) -> bool:
-    """Restores rank 1's part from one holder; true if it is what was taken."""
+    """Restore rank 1's part from one holder; return True if it has the bits that were taken."""
     mine = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
     holders = [SnapshotHolder(1, address)]
     with closing(SnapshotTier(2, 8, holders=holders, token=TOKEN, reader=reader)) as tier:
@@ -87,7 +87,9 @@ def test_a_hundred_readers_at_once_all_get_the_state(memory: SnapshotMemory) -> 
         assert all(pool.map(read, range(readers)))
 
 
-def test_who_has_proven_itself_where_too_many_have_is_told_to_come_again(memory: SnapshotMemory) -> None:
+def test_an_authenticated_client_beyond_the_most_connections_gets_the_answer_busy(
+    memory: SnapshotMemory,
+) -> None:
     with serving(memory, most_connections=1) as address:
         with SnapshotClient(address, TOKEN) as first:
             assert first.record(KEY)
@@ -96,7 +98,7 @@ def test_who_has_proven_itself_where_too_many_have_is_told_to_come_again(memory:
         assert restored(address, 0)
 
 
-def test_a_busy_holder_is_asked_until_the_reader_is_called_away(
+def test_a_busy_holder_is_tried_again_until_the_reader_is_called_away(
     memory: SnapshotMemory,
 ) -> None:
     class CalledAwayError(Exception):
@@ -128,15 +130,15 @@ def test_readers_begin_with_different_holders() -> None:
         for rank, memory in enumerate(memories):
             fill_rank(memory, rank, ranks)
             servers.append(SnapshotServer(memory, TOKEN))
-        holders = [SnapshotHolder(rank, f"127.0.0.1:{one.port}") for rank, one in enumerate(servers)]
+        holders = [SnapshotHolder(rank, f"127.0.0.1:{server.port}") for rank, server in enumerate(servers)]
         firsts = []
         for reader in range(ranks):
             with closing(SnapshotTier(ranks, 8, holders=holders, token=TOKEN, reader=reader)) as tier:
                 firsts.append(tier.boxes(8)[0].location.holder)
         assert len(set(firsts)) == ranks
     finally:
-        for one in servers:
-            one.close()
+        for server in servers:
+            server.close()
         for memory in memories:
             memory.close()
 

@@ -1,4 +1,4 @@
-"""Snapshot memory and its writer: what was taken is held, the step one could go back to is never lost, kills included."""
+"""Snapshot memory and its writer: snapshots are kept, and the step of a rollback is never lost, kills included."""
 
 import errno
 import json
@@ -77,7 +77,7 @@ def test_what_is_restored_from_own_memory_is_what_was_taken(state: State, step: 
         assert all(same_bits(shard.tensor, state[shard.box.name]) for shard in shards)
 
 
-def test_a_snapshot_says_whose_it_is_and_what_it_cost(memory: SnapshotMemory) -> None:
+def test_a_snapshot_has_its_owner_and_its_cost(memory: SnapshotMemory) -> None:
     with closing(writer_for(memory)) as writer:
         taken = take(writer, 4)
     assert (taken.epoch, taken.key) == (1, SnapshotKey(2, 0, 4))
@@ -100,7 +100,7 @@ def test_while_a_snapshot_is_written_the_one_before_is_whole(memory: SnapshotMem
     assert held_steps(memory) == [1]
 
 
-def test_whoever_is_told_that_a_snapshot_is_complete_finds_it(memory: SnapshotMemory) -> None:
+def test_a_snapshot_that_is_reported_as_complete_is_in_memory(memory: SnapshotMemory) -> None:
     seen: list[list[int]] = []
     writer = SnapshotWriter(attached(memory), RUN, on_complete=lambda _: seen.append(held_steps(memory)))
     writer.bind(1, 1, 0)
@@ -121,7 +121,7 @@ def test_after_a_rollback_the_step_gone_back_to_is_kept_and_newer_ones_are_forgo
         assert held_steps(memory) == [10, 11]
 
 
-def test_a_worker_started_anew_keeps_the_step_that_it_resumes_from(memory: SnapshotMemory) -> None:
+def test_a_restarted_worker_keeps_the_step_that_it_resumes_from(memory: SnapshotMemory) -> None:
     with closing(writer_for(memory)) as writer:
         for step in (10, 11):
             take(writer, step)
@@ -184,7 +184,7 @@ def test_a_snapshot_for_which_the_machine_has_no_memory_is_refused_before_anythi
     with closing(writer_for(memory)) as writer:
         for step in (1, 2):
             take(writer, step)
-    full = [Segment(os.dup(one.descriptor), lambda: 1_000_000) for one in memory.worker_segments(0)]
+    full = [Segment(os.dup(segment.descriptor), lambda: 1_000_000) for segment in memory.worker_segments(0)]
     with closing(SnapshotWriter(full, RUN)) as writer:
         writer.bind(2, 2, 0, resumed_step=2)
         take(writer, 3)  # in memory that it has already
@@ -248,15 +248,15 @@ def receive(memory: SnapshotMemory, record: bytes, key: SnapshotKey, previous: i
 
 def records(steps: range) -> dict[int, tuple[bytes, int]]:
     """Each step's record, and how many bytes its image has."""
-    found = {}
+    by_step = {}
     with closing(SnapshotMemory(RUN, 1)) as memory, closing(writer_for(memory)) as writer:
         for step in steps:
             taken = take(writer, step)
             with memory.reading(taken.key) as (segment, _):
                 record = segment.record()
             assert record is not None
-            found[step] = record, taken.nbytes
-    return found
+            by_step[step] = record, taken.nbytes
+    return by_step
 
 
 def test_a_buddys_copies_take_two_segments_and_the_step_before_is_always_there() -> None:

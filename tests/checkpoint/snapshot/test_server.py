@@ -123,7 +123,7 @@ def test_several_connections_read_at_once(memory: SnapshotMemory) -> None:
         assert set(pool.map(read_all, [address] * 16)) == {image}
 
 
-def test_a_snapshot_that_is_not_held_is_said_to_be_missing_and_the_connection_goes_on(
+def test_a_snapshot_that_is_not_held_is_reported_as_missing_and_the_connection_stays_open(
     memory: SnapshotMemory,
 ) -> None:
     with serving(memory) as address, SnapshotClient(address, TOKEN) as client:
@@ -148,7 +148,7 @@ def test_a_stranger_gets_nothing(memory: SnapshotMemory) -> None:
 
 
 def test_a_server_that_does_not_know_the_token_gets_nothing_either(memory: SnapshotMemory) -> None:
-    """It accepts whoever comes, and answers the proof with what it has seen."""
+    """The impostor accepts any client, and answers the proof with the bytes that it has received."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def impostor() -> None:
@@ -215,7 +215,7 @@ def test_a_closed_port_ends_what_was_open(memory: SnapshotMemory) -> None:
 
 @contextmanager
 def meddling_proxy(address: str, meddle: Callable[[bytes, int], bytes | None]) -> Iterator[str]:
-    """Passes on what comes; to the server only what ``meddle(bytes, position)`` makes of it, until it returns None."""
+    """Pass on all bytes; those to the server as ``meddle(bytes, position)`` changes them, until it returns None."""
     host, _, port = address.partition(":")
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -227,9 +227,9 @@ def meddling_proxy(address: str, meddle: Callable[[bytes, int], bytes | None]) -
                 while (data := source.recv(1 << 16)) and (changed := change(data, position)) is not None:
                     target.sendall(changed)
                     position += len(data)
-            for one in (source, target):
+            for end in (source, target):
                 with suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+                    end.shutdown(socket.SHUT_RDWR)
 
         def serve() -> None:
             while True:
@@ -251,7 +251,7 @@ def meddling_proxy(address: str, meddle: Callable[[bytes, int], bytes | None]) -
 
 @contextmanager
 def counting_proxy(address: str) -> Iterator[tuple[str, Callable[[], int]]]:
-    """A proxy that changes nothing, and says how many bytes went to the server."""
+    """A proxy that changes nothing, and the number of bytes that went to the server."""
     sizes: list[int] = []
 
     def count(data: bytes, _: int) -> bytes:

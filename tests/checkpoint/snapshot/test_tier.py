@@ -1,4 +1,4 @@
-"""Restoring from snapshots: any layout, over sockets, from whoever is left, and moving only what is needed."""
+"""Restoring from snapshots: any layout, over sockets, from any holder that is left, and moving only what is needed."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ class Node:
         self.address = f"127.0.0.1:{self.server.port}"
 
     def segments(self) -> tuple[Segment, ...]:
-        return tuple(Segment(os.dup(one.descriptor)) for one in self.memory.worker_segments(0))
+        return tuple(Segment(os.dup(segment.descriptor)) for segment in self.memory.worker_segments(0))
 
     def take(self, ranks: int, rank: int, shards: Sequence[Shard]) -> None:
         with closing(SnapshotWriter(self.segments(), RUN, block_bytes=BLOCK_BYTES)) as writer:
@@ -51,7 +51,7 @@ class Node:
             writer.wait()
 
     def flip_a_bit(self, key: SnapshotKey, names: Sequence[str]) -> None:
-        """In the last byte of each of these tensors."""
+        """Flip a bit in the last byte of each of these tensors."""
         with self.memory.reading(key) as (segment, snapshot):
             image = segment.image(snapshot.nbytes)
             for entry in snapshot.manifest.entries:
@@ -59,7 +59,7 @@ class Node:
                     image[entry.stop - 1] ^= 1
 
     def close(self) -> None:
-        """The node is lost; harmless where it is already."""
+        """Lose the node; harmless if it is lost already."""
         self.server.close()
         self.memory.close()
 
@@ -79,22 +79,24 @@ def equals(shards: Sequence[Shard], state: State) -> bool:
 
 def rows_of(state: State, ranks: int) -> list[list[Box]]:
     """Each tensor's rows divided evenly."""
-    held: list[list[Box]] = [[] for _ in range(ranks)]
+    rank_boxes: list[list[Box]] = [[] for _ in range(ranks)]
     for name, tensor in state.items():
         box, rows = box_of(name, tensor), tensor.shape[0] // ranks
         for rank in range(ranks):
-            held[rank].append(box.rows(rank * rows, (rank + 1) * rows))
-    return held
+            rank_boxes[rank].append(box.rows(rank * rows, (rank + 1) * rows))
+    return rank_boxes
 
 
 def split_rows(ranks: int) -> list[list[Box]]:
     """The rows of ``STATE``, divided as evenly as they can be."""
-    held: list[list[Box]] = [[] for _ in range(ranks)]
+    rank_boxes: list[list[Box]] = [[] for _ in range(ranks)]
     for name, tensor in STATE.items():
         rows = tensor.shape[0]
         for rank in range(ranks):
-            held[rank].append(box_of(name, tensor).rows(rank * rows // ranks, (rank + 1) * rows // ranks))
-    return held
+            rank_boxes[rank].append(
+                box_of(name, tensor).rows(rank * rows // ranks, (rank + 1) * rows // ranks)
+            )
+    return rank_boxes
 
 
 STATE = {
@@ -138,7 +140,7 @@ def test_a_lost_rank_comes_from_its_buddy_and_the_others_from_their_own_memory()
             ]
             with closing(SnapshotTier(2, STEP, own=node.segments(), holders=holders, token=TOKEN)) as tier:
                 restore_from_holders(tier, STEP, shards, rank=rank)
-                assert {held.location.holder for held in tier.boxes(STEP, rank)} == {
+                assert {stored.location.holder for stored in tier.boxes(STEP, rank)} == {
                     "rank 0 in own memory" if rank == 0 else f"rank 1 at {survivor.address}"
                 }
             assert equals(shards, STATE)
@@ -180,11 +182,11 @@ def test_when_every_holder_is_gone_a_further_tier_is_used_and_without_one_the_te
     (boxes,) = rows_of(STATE, 1)
     disk = DiskTier(tmp_path_factory.mktemp("disk"))
     save_state(disk, STEP, STATE)
-    with nodes(1) as (gone,):
-        gone.take(1, 0, shards_from(STATE, boxes))
-        gone.close()
+    with nodes(1) as (lost,):
+        lost.take(1, 0, shards_from(STATE, boxes))
+        lost.close()
         shards = blank_shards(boxes)
-        holders = [SnapshotHolder(0, gone.address)]
+        holders = [SnapshotHolder(0, lost.address)]
         with closing(SnapshotTier(1, STEP, holders=holders, token=TOKEN)) as tier:
             restore_from_holders(tier, STEP, shards, rank=0, further=[disk])
         assert equals(shards, STATE)
@@ -228,7 +230,7 @@ def test_equal_states_on_several_holders_are_spread_over_the_readers() -> None:
 
 
 def read_plan(tier: SnapshotTier, needed: Sequence[Box], reader: int) -> set[str]:
-    """From whom ``reader`` would read."""
+    """The holders from which ``reader`` would read."""
     return {read.source.location.holder for read in plan_restore(needed, tier.boxes(STEP), reader=reader)}
 
 
@@ -243,37 +245,39 @@ def test_segments_with_another_step_or_layout_are_no_source() -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_readers_who_tell_each_other_what_they_asked_for_ask_each_holder_once_and_restore_the_same(
+def test_readers_that_share_their_records_read_each_once_from_its_holder_and_restore_the_same(
     data: st.DataObject,
 ) -> None:
     ranks = data.draw(st.integers(2, 6))
     with nodes(ranks) as fleet, pytest.MonkeyPatch.context() as patched:
         for rank, boxes in enumerate(split_rows(ranks)):
             fleet[rank].take(ranks, rank, shards_from(STATE, boxes))
-        asked: list[str] = []
+        read_keys: list[str] = []
         record = SnapshotClient.record
 
         def counting(client: SnapshotClient, key: SnapshotKey) -> bytes:
-            asked.append(str(key))
+            read_keys.append(str(key))
             return record(client, key)
 
         patched.setattr(SnapshotClient, "record", counting)
         holders = [SnapshotHolder(rank, node.address) for rank, node in enumerate(fleet)]
         readers = data.draw(st.integers(1, ranks))
-        told: dict[int, bytes] = {}
+        descriptions: dict[int, bytes] = {}
         for reader in range(readers):
-            told |= describe(ranks, STEP, holders[reader::readers], token=TOKEN)
-        assert sorted(asked) == [str(SnapshotKey(ranks, rank, STEP)) for rank in range(ranks)]
+            descriptions |= describe(ranks, STEP, holders[reader::readers], token=TOKEN)
+        assert sorted(read_keys) == [str(SnapshotKey(ranks, rank, STEP)) for rank in range(ranks)]
         for reader in range(readers):
             shards = blank_shards([box_of(name, tensor) for name, tensor in STATE.items()])
-            tier = SnapshotTier(ranks, STEP, holders=holders, records=told, token=TOKEN, reader=reader)
+            tier = SnapshotTier(
+                ranks, STEP, holders=holders, records=descriptions, token=TOKEN, reader=reader
+            )
             with closing(tier):
                 restore_from_holders(tier, STEP, shards)
             assert equals(shards, STATE)
-        assert len(asked) == ranks, "nobody was asked again"
+        assert len(read_keys) == ranks, "no record was read again"
 
 
-def test_a_holder_that_is_gone_or_lies_is_passed_over_when_its_snapshot_is_described(
+def test_a_lost_or_wrong_holder_is_skipped_when_its_snapshot_is_described(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with nodes(3) as fleet:
@@ -282,10 +286,10 @@ def test_a_holder_that_is_gone_or_lies_is_passed_over_when_its_snapshot_is_descr
         fleet[0].close()
         holders = [SnapshotHolder(0, fleet[0].address), SnapshotHolder(0, fleet[1].address)]
         nobodys = SnapshotHolder(1, fleet[1].address)
-        told = describe(2, STEP, [*holders, nobodys], token=TOKEN)
-        assert set(told) == {0}
+        descriptions = describe(2, STEP, [*holders, nobodys], token=TOKEN)
+        assert set(descriptions) == {0}
         assert "is skipped" in caplog.text
-        damaged = {0: told[0][:-1] + b"?", 1: told[0]}
+        damaged = {0: descriptions[0][:-1] + b"?", 1: descriptions[0]}
         holders.append(SnapshotHolder(1, fleet[2].address))
         shards = blank_shards([box_of(name, tensor) for name, tensor in STATE.items()])
         with closing(SnapshotTier(2, STEP, holders=holders, records=damaged, token=TOKEN)) as tier:

@@ -157,7 +157,7 @@ def test_a_rank_file_opens_with_the_safetensors_library(tier: DiskTier) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 50_000, 65_536])
 @pytest.mark.parametrize("offset", [0, 3])
-def test_blocks_come_back_as_written_whatever_size_and_alignment(
+def test_blocks_of_any_size_and_alignment_come_back_as_written(
     tmp_path: Path, nbytes: int, offset: int
 ) -> None:
     data = page_aligned(nbytes + offset)[offset:]
@@ -178,7 +178,9 @@ def _small_disk(tmp_path: Path) -> Iterator[Path]:
         yield mount
 
 
-def test_a_checkpoint_that_was_deleted_while_it_is_read_is_told_from_a_lost_file(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_deleted_while_it_is_read_is_distinguished_from_a_lost_file(
+    tmp_path: Path,
+) -> None:
     error, file = FileNotFoundError(errno.ENOENT, "No such file"), "rank-00000.safetensors"
     (tmp_path / "step-00000002").mkdir()
     lost = explain(error, tmp_path / "step-00000002" / file, 0)
@@ -206,14 +208,14 @@ def test_a_full_disk_fails_the_save_but_neither_training_nor_older_checkpoints(s
     assert sorted(path.name for path in small_disk.iterdir()) == ["step-00000001", "step-00000003"]
 
 
-def test_a_disk_without_room_for_another_file_says_so(tmp_path: Path) -> None:
+def test_a_disk_without_room_for_another_file_is_reported_as_full_of_files(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", "4m,nr_inodes=2") as mount:
         (mount / "f").touch()
         with pytest.raises(StorageFullError, match=r"it has all of its 2 files"):
             write_blocks(mount / "g", page_aligned(1 << 20), block_bytes=1 << 20, cancelled=never)
 
 
-def test_a_disk_that_fills_up_while_writing_says_so(small_disk: Path) -> None:
+def test_a_disk_that_fills_up_while_writing_is_reported_with_the_bytes_needed(small_disk: Path) -> None:
     with pytest.raises(StorageFullError, match=r"No space left.*8,388,608 bytes needed"):
         write_blocks(small_disk / "f", page_aligned(8 << 20), block_bytes=1 << 20, cancelled=never)
 
@@ -244,9 +246,9 @@ def test_a_run_whose_folder_is_renamed_saves_nothing_until_it_is_moved_back(tmp_
     run.rename(elsewhere)
     saver.save(1, shards_of(STATE), {})
     saver.wait()
-    (gone,) = saver.poll()
-    assert isinstance(gone.error, StorageError)
-    assert f"{run}: is gone, renamed or removed" in str(gone.error)
+    (failed,) = saver.poll()
+    assert isinstance(failed.error, StorageError)
+    assert f"{run}: is gone, renamed or removed" in str(failed.error)
     elsewhere.rename(run)
     saver.save(2, shards_of(STATE), {})
     saver.close()
@@ -303,7 +305,7 @@ def test_verify_reports_progress_up_to_every_byte(tier: DiskTier) -> None:
     assert [done for done, _ in reports] == sorted(done for done, _ in reports)
 
 
-def test_verify_looks_at_the_step_that_is_asked_for(tier: DiskTier) -> None:
+def test_verify_looks_at_the_named_step_alone(tier: DiskTier) -> None:
     save_state(tier, 200, STATE)
     flip(tier.folder(100) / "rank-00000.safetensors", 5000, 1)
     assert verify(tier.root, 200) == []

@@ -1,4 +1,4 @@
-"""Checkpoints in object stores: copied there and back, committed once, and whole whatever was killed when."""
+"""Checkpoints in object stores: copied there and back, committed once, and whole after a kill at any moment."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> DiskTier:
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32))
-def test_whatever_is_killed_before_whichever_operation_every_committed_step_is_whole(
+def test_after_a_kill_before_any_operation_every_committed_step_is_whole(
     three_steps: DiskTier, seed: int
 ) -> None:
     draw = random.Random(seed)
@@ -165,13 +165,13 @@ def test_whatever_is_killed_before_whichever_operation_every_committed_step_is_w
         after = set(fresh.steps())
         assert after - before <= {step}
         assert before - after <= ({step} if act in ("delete", "set aside") else set())
-        for one in after:
-            now = {key: content for key, content in objects.items() if f"{one:08}" in key}
-            if found_whole.get(one) != now:
-                require_whole(fresh, one)
-                found_whole[one] = now
-    for one in after:  # whatever else there is
-        require_whole(fresh, one)
+        for committed in after:
+            now = {key: content for key, content in objects.items() if f"{committed:08}" in key}
+            if found_whole.get(committed) != now:
+                require_whole(fresh, committed)
+                found_whole[committed] = now
+    for committed in after:  # also beside what the killed operations left
+        require_whole(fresh, committed)
 
 
 def require_whole(tier: ObjectTier, step: int) -> None:
@@ -180,7 +180,7 @@ def require_whole(tier: ObjectTier, step: int) -> None:
     assert same_bits(loaded(tier, step)["model/w"], small_state(step)["model/w"])
 
 
-def test_of_racing_attempts_at_a_step_one_commits_and_its_bytes_are_there(tmp_path: Path) -> None:
+def test_one_of_several_racing_attempts_at_a_step_commits_and_its_bytes_are_there(tmp_path: Path) -> None:
     store, racers = MemoryStore(), 6
     disks = []
     for seed in range(racers):
@@ -204,10 +204,12 @@ def test_of_racing_attempts_at_a_step_one_commits_and_its_bytes_are_there(tmp_pa
 
 
 def test_attempts_that_differ_in_a_byte_or_in_their_tag_share_no_key(tmp_path: Path) -> None:
-    one, other = disk_with(tmp_path / "a", 1), disk_with(tmp_path / "b")
+    first, other = disk_with(tmp_path / "a", 1), disk_with(tmp_path / "b")
     save_state(other, 1, small_state(99))
     tier = ObjectTier(MemoryStore())
-    folders = {ObjectDraft(tier, 1, disk.index_bytes(1), tag).folder for disk in (one, other) for tag in "12"}
+    folders = {
+        ObjectDraft(tier, 1, disk.index_bytes(1), tag).folder for disk in (first, other) for tag in "12"
+    }
     assert len(folders) == 4
 
 
@@ -302,7 +304,7 @@ def test_a_truncated_object_is_found(tmp_path: Path, keep_bytes: int) -> None:
     assert "in its manifest" in str(verify_tier(tier, "store")[0])
 
 
-def test_a_damaged_commit_is_found_and_can_be_set_aside_and_copied_anew(tmp_path: Path) -> None:
+def test_a_damaged_commit_is_found_and_can_be_set_aside_and_copied_again(tmp_path: Path) -> None:
     store, disk = MemoryStore(), disk_with(tmp_path, 1)
     tier = copied(disk, store)
     store.objects["committed/00000001.json"] = store.objects["committed/00000001.json"].replace(
@@ -325,7 +327,7 @@ def test_sweeping_takes_old_drafts_of_other_attempts_and_nothing_else(tmp_path: 
     drafts = [ObjectDraft(tier, 2, disk.index_bytes(2), tag) for tag in ("7", "8")]
     for draft in drafts:
         copy_share(disk, 2, draft, limit=FREE)
-    assert tier.sweep("8") == []  # all of them are young: whoever writes them may live
+    assert tier.sweep("8") == []  # all of them are young: their writers may be alive
     store.age = timedelta(days=2)
     kept = {key for key in store.objects if not key.startswith(drafts[0].folder)}
     assert tier.sweep("8") == [drafts[0].folder]
@@ -350,34 +352,34 @@ def test_a_deleted_step_leaves_nothing_and_the_others_stay(tmp_path: Path) -> No
         tier.extra(1)
 
 
-def test_a_block_that_is_not_answered_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_block_that_is_not_answered_is_requested_again(tmp_path: Path) -> None:
     store = MemoryStore()
     copied(disk_with(tmp_path, 1), store)
     tier = ObjectTier(store, HedgedReads(unmeasured_s=0.05))
-    release, asked = Event(), Counter[str]()
+    release, requests = Event(), Counter[str]()
 
     def hang_once(operation: str, _key: str) -> None:
-        asked[operation] += 1
-        if (operation, asked[operation]) == ("ranges", 2):
+        requests[operation] += 1
+        if (operation, requests[operation]) == ("ranges", 2):
             release.wait(60)
 
     store.before = hang_once
-    found, expected = loaded(tier, 1), small_state(1)
-    assert all(same_bits(found[name], expected[name]) for name in expected)
-    assert asked["ranges"] > 2
+    restored, expected = loaded(tier, 1), small_state(1)
+    assert all(same_bits(restored[name], expected[name]) for name in expected)
+    assert requests["ranges"] > 2
     release.set()
 
 
-def test_only_the_blocks_that_are_wanted_are_fetched(tmp_path: Path) -> None:
+def test_only_the_needed_blocks_are_fetched(tmp_path: Path) -> None:
     disk = DiskTier(tmp_path, block_bytes=4096)
     state = {f"model/{i}": torch.randn(1024) for i in range(64)}
     save_state(disk, 1, state)
     store = MemoryStore()
     tier = copied(disk, store)
     store.read_bytes = 0
-    wanted = torch.zeros(1024)
-    restore(tier, 1, [Shard(box_of("model/7", wanted), wanted)])
-    assert same_bits(wanted, state["model/7"])
+    target = torch.zeros(1024)
+    restore(tier, 1, [Shard(box_of("model/7", target), target)])
+    assert same_bits(target, state["model/7"])
     assert store.read_bytes <= 2 * 4096
 
 

@@ -1,4 +1,4 @@
-"""Ranks of one machine that restore together fetch each block once, and what they share can be neither wrong nor left behind."""
+"""Ranks of one machine that restore together fetch each block once; shared blocks are neither wrong nor left behind."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stored(folder: Path) -> tuple[MemoryStore, State, Counter[str]]:
-    """A checkpoint in a store, its state, and how often each block is asked for from now on."""
+    """A checkpoint in a store, its state, and how often each block is requested from now on."""
     disk, state = (
         DiskTier(folder, block_bytes=BLOCK_BYTES),
         {f"model/{i}": torch.randn(3000) for i in range(9)},
     )
     save_state(disk, 1, state)
-    store, asked = MemoryStore(), Counter[str]()
+    store, requests = MemoryStore(), Counter[str]()
     copy_step(disk, 1, ObjectTier(store))
     ranges = store.ranges
 
     def counted(key: str, spans: list[tuple[int, int]]) -> list[memoryview]:
-        asked.update(f"{key} {span}" for span in spans)
+        requests.update(f"{key} {span}" for span in spans)
         return ranges(key, spans)
 
     store.ranges = counted  # type: ignore[method-assign,assignment]
-    return store, state, asked
+    return store, state, requests
 
 
 def restored(tier: ObjectTier, state: State) -> State:
@@ -66,33 +66,33 @@ def restored(tier: ObjectTier, state: State) -> State:
 
 
 def test_equal_ranks_that_restore_at_once_fetch_each_block_once(tmp_path: Path, folder: Path) -> None:
-    store, state, asked = stored(tmp_path / "disk")
+    store, state, requests = stored(tmp_path / "disk")
     all_have_restored = Barrier(4)
 
     def rank(_: int) -> State:
         tier = ObjectTier(store)
         with tier.shared_on_this_machine():
-            found = restored(tier, state)
+            weights = restored(tier, state)
             all_have_restored.wait(60)
-        return found
+        return weights
 
     with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(rank, range(4)):
-            assert all(same_bits(found[name], state[name]) for name in state)
-    assert len(asked) > 20
-    assert set(asked.values()) == {1}
+        for weights in pool.map(rank, range(4)):
+            assert all(same_bits(weights[name], state[name]) for name in state)
+    assert len(requests) > 20
+    assert set(requests.values()) == {1}
     assert list(folder.iterdir()) == [], "the last one has removed the file"
 
 
 def test_ranks_that_do_not_restore_together_fetch_for_themselves(tmp_path: Path) -> None:
-    store, state, asked = stored(tmp_path / "disk")
+    store, state, requests = stored(tmp_path / "disk")
     for _ in range(2):
         restored(ObjectTier(store), state)
-    assert set(asked.values()) == {2}
+    assert set(requests.values()) == {2}
 
 
 def test_what_is_shared_is_believed_by_its_checksum_alone(tmp_path: Path, folder: Path) -> None:
-    store, state, asked = stored(tmp_path / "disk")
+    store, state, requests = stored(tmp_path / "disk")
     first, second = ObjectTier(store), ObjectTier(store)
     with first.shared_on_this_machine(), second.shared_on_this_machine():
         restored(first, state)
@@ -101,33 +101,33 @@ def test_what_is_shared_is_believed_by_its_checksum_alone(tmp_path: Path, folder
         with file.open("r+b") as content:
             content.seek(os.lseek(content.fileno(), 0, os.SEEK_DATA) + 10)
             content.write(b"other bytes")
-        found = restored(second, state)
-    assert all(same_bits(found[name], state[name]) for name in state)
-    assert sorted(asked.values())[-2:] == [1, 2], "one block was fetched anew"
+        weights = restored(second, state)
+    assert all(same_bits(weights[name], state[name]) for name in state)
+    assert sorted(requests.values())[-2:] == [1, 2], "one block was fetched again"
 
 
 def test_where_there_is_no_room_each_rank_fetches_for_itself(tmp_path: Path, folder: Path) -> None:
-    store, state, asked = stored(tmp_path / "disk")
+    store, state, requests = stored(tmp_path / "disk")
     folder.rmdir()
-    with ExitStack() as held:
+    with ExitStack() as resources:
         for _ in range(2):
             tier = ObjectTier(store)
-            held.enter_context(tier.shared_on_this_machine())
-            assert all(same_bits(found, state[name]) for name, found in restored(tier, state).items())
-    assert set(asked.values()) == {2}
+            resources.enter_context(tier.shared_on_this_machine())
+            assert all(same_bits(value, state[name]) for name, value in restored(tier, state).items())
+    assert set(requests.values()) == {2}
 
 
-def test_what_a_killed_rank_has_left_is_removed_by_the_next_restore_and_what_is_held_is_not(
+def test_files_of_a_killed_rank_are_removed_by_the_next_restore_and_files_in_use_are_not(
     tmp_path: Path, folder: Path
 ) -> None:
-    held = SharedBlocks("s3://bucket/held", folder)
+    in_use = SharedBlocks("s3://bucket/held", folder)
     left = folder / f"phalanx-restore-{os.getuid()}-left"
     left.write_bytes(b"blocks")
     strange = folder / f"phalanx-restore-{os.getuid()}-strange"
     strange.symlink_to(tmp_path)
     SharedBlocks("s3://bucket/other", folder).close()
-    assert sorted(folder.iterdir()) == sorted([held._path, strange])
-    held.close()
+    assert sorted(folder.iterdir()) == sorted([in_use._path, strange])
+    in_use.close()
 
 
 def test_a_file_that_another_user_holds_is_not_waited_for(
@@ -139,8 +139,8 @@ def test_a_file_that_another_user_holds_is_not_waited_for(
     mine = folder / f"phalanx-restore-{me}-{mark}"
     mine.touch()
     blocks = list[SharedBlocks]()
-    with mine.open("r+b") as held:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with mine.open("r+b") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         opening = Thread(target=lambda: blocks.append(SharedBlocks("s3://bucket", folder)), daemon=True)
         opening.start()
         opening.join(60)
@@ -160,10 +160,10 @@ def test_ranks_that_find_other_room_look_for_blocks_at_the_same_places(folder: P
         fetched[number] += 1
         return blocks[number]
 
-    with ExitStack() as held:
+    with ExitStack() as resources:
         ranks = [SharedBlocks("s3://bucket", folder, most_bytes=places * 64) for places in (5, 3, 7)]
         for rank in ranks:
-            held.callback(rank.close)
+            resources.callback(rank.close)
         for number, block in enumerate(blocks):
             for rank in ranks:
                 assert rank.block(manifest, number, partial(fetch, number)) == block
@@ -171,7 +171,7 @@ def test_ranks_that_find_other_room_look_for_blocks_at_the_same_places(folder: P
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6))
-def test_however_few_places_there_are_a_block_is_the_one_that_was_asked_for(seed: int, places: int) -> None:
+def test_with_any_number_of_places_a_block_is_the_requested_one(seed: int, places: int) -> None:
     chance = random.Random(seed)
     images = [chance.randbytes(chance.randrange(1, 8 * 64)) for _ in range(3)]
     manifests = [
@@ -185,12 +185,15 @@ def test_however_few_places_there_are_a_block_is_the_one_that_was_asked_for(seed
         )
         for n, image in enumerate(images)
     ]
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as resources:
         readers = [SharedBlocks("s3://bucket", Path(folder), most_bytes=places * 64) for _ in range(2)]
         for reader in readers:
-            held.callback(reader.close)
+            resources.callback(reader.close)
         for _ in range(40):
-            one = chance.randrange(3)
-            number = chance.randrange(len(manifests[one].checksums))
-            wanted = memoryview(images[one])[number * 64 : (number + 1) * 64]
-            assert chance.choice(readers).block(manifests[one], number, partial(memoryview, wanted)) == wanted
+            image_index = chance.randrange(3)
+            number = chance.randrange(len(manifests[image_index].checksums))
+            expected = memoryview(images[image_index])[number * 64 : (number + 1) * 64]
+            assert (
+                chance.choice(readers).block(manifests[image_index], number, partial(memoryview, expected))
+                == expected
+            )

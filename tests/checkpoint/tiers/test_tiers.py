@@ -96,7 +96,7 @@ def test_a_commit_without_all_ranks_is_abandoned_and_leaves_nothing(tier: Tier) 
     assert tier.sweep(attempt=1) == []
 
 
-def test_a_commit_ends_at_once_when_a_rank_says_that_it_failed(tier: Tier) -> None:
+def test_a_commit_ends_at_once_when_a_rank_reports_a_failure(tier: Tier) -> None:
     tier.write(Draft(3, 0), 0, StagingBuffers().stage(shards_of(small_state())).wait())
     tier.fail(Draft(3, 0), 1, "its disk is full")
     with pytest.raises(AbandonedError, match="its disk is full"):
@@ -208,7 +208,7 @@ def test_a_restore_opens_only_the_catalogs_that_hold_something_of_what_is_needed
         restore(tier, 1, blank_shards([box.rows(1, 3)]), rank=rank)
 
 
-def test_a_rank_that_collects_others_waits_for_them_and_tells_whoever_commits_that_one_is_missing(
+def test_a_rank_that_collects_others_waits_for_them_and_reports_a_missing_one_to_the_committing_rank(
     tmp_path: Path,
 ) -> None:
     tier, draft = DiskTier(tmp_path, catalog_ranks=2), Draft(3, 0)
@@ -253,8 +253,8 @@ def test_a_checkpoint_of_format_1_is_restored_and_verified(tmp_path: Path, ranks
     state = {"model/w": torch.randn(6, 3), "optimizer/step": torch.tensor(7)}
     boxes = [box_of(name, tensor) for name, tensor in state.items()]
     rows = 6 // ranks
-    held = [[boxes[0].rows(rank * rows, (rank + 1) * rows), boxes[1]] for rank in range(ranks)]
-    save_by_all(tier, 1, [shards_from(state, mine) for mine in held], {"tokens": 9})
+    rank_boxes = [[boxes[0].rows(rank * rows, (rank + 1) * rows), boxes[1]] for rank in range(ranks)]
+    save_by_all(tier, 1, [shards_from(state, mine) for mine in rank_boxes], {"tokens": 9})
     rewrite_as_format_1(tier, 1)
     assert verify(tmp_path) == []
     for reader in (0, None):

@@ -243,7 +243,7 @@ def test_a_place_that_is_not_in_the_folder_is_refused(
 
 
 @pytest.mark.filterwarnings(MIXED)
-def test_a_damaged_metadata_is_read_or_refused_whichever_byte_is_wrong(tmp_path: Path) -> None:
+def test_a_metadata_with_any_byte_wrong_is_read_or_refused(tmp_path: Path) -> None:
     folder = folder_of({"model/w": torch.zeros(2)}, tmp_path / "dcp")
     path = folder / ".metadata"
     content = path.read_bytes()

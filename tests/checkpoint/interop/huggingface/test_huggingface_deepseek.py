@@ -93,7 +93,7 @@ def test_predictions_ahead_survive_the_round_trip(ahead: tuple[Transformer, Path
     assert imported.weights_sha256 == digest_checkpoint(DiskTier(tmp_path / "run"), 7)
 
 
-def test_predictions_ahead_that_the_config_does_not_speak_of_are_left_out_with_a_note(
+def test_predictions_ahead_that_the_config_does_not_state_are_left_out_with_a_note(
     ahead: tuple[Transformer, Path], tmp_path: Path
 ) -> None:
     model, folder = ahead

@@ -145,7 +145,7 @@ def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
 # The bias that balances experts
 
 
-def test_the_bias_is_exported_as_fp32_whatever_the_weights_are(tmp_path: Path) -> None:
+def test_the_bias_is_exported_as_fp32_beside_weights_of_any_format(tmp_path: Path) -> None:
     ours = ours_of(spec_of(CONFIGS["deepseek v3"].to_dict()))
     export_hf(saved(tmp_path / "run", ours), 7, ours.spec, tmp_path / "hf", "bfloat16")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
@@ -186,7 +186,7 @@ def test_missing_and_foreign_experts_are_named(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
-def test_the_norms_of_latents_have_the_eps_of_transformers_whatever_the_others_have(tmp_path: Path) -> None:
+def test_the_norms_of_latents_have_the_eps_of_transformers_beside_norms_of_another(tmp_path: Path) -> None:
     config = DeepseekV3Config(**DEEPSEEK, rms_norm_eps=1e-3)
     published = saved_by_transformers(config, tmp_path / "published")
     imported = import_hf(published, tmp_path / "run")
