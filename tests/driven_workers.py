@@ -67,6 +67,8 @@ class Node:
         self.pids: list[int] = []
         self.waiting_s = 0.0
         """Seconds that it waits, by its newest heartbeat."""
+        self.safe_step = -1
+        """The newest step whose snapshot its buddy has."""
         self.start()
 
     def start(self) -> None:
@@ -114,6 +116,7 @@ class Node:
                 push(self.buddy.address, self.token, self.memory, key)
             except HolderLostError:  # the buddy is lost
                 return
+        self.safe_step = max(self.safe_step, taken.step)
         self.tell(SnapshotSafe(taken.epoch, taken.step))
 
     def hear(self, kind: type, patience_s: float = PATIENCE_S) -> Any:
@@ -190,6 +193,14 @@ class Driver:
         while not _is_stopped(self.members[0].process.pid):
             assert time.monotonic() < deadline_s, "rank 0 has not stopped"
             time.sleep(0.01)
+
+    def safe_step(self) -> int:
+        """Wait until all members have a snapshot that is safe; return the newest step of which all snapshots are."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while min(node.safe_step for node in self.members) < 0:
+            assert time.monotonic() < deadline_s, "no snapshot has become safe"
+            time.sleep(0.01)
+        return min(node.safe_step for node in self.members)
 
     def go_on(self) -> None:
         """Continue rank 0 after ``stop_after``."""
