@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from phalanx.observe import events as run_events
 from phalanx.observe.throughput import format_duration, usual_deviation
-from phalanx.run.layout import layout_of
 from phalanx_watch.why import observed as o
 
 _MOST_REASONS = 8
@@ -296,8 +295,9 @@ def uneven_slots(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if some data-parallel ranks compute a slot more than others, which wait for at least ``UNEVEN`` of their time."""
     if observed.spec is None or observed.started is None:
         return
-    slots, ranks = observed.spec.train.slots, observed.started.ranks
-    data_ranks = layout_of(observed.spec.parallel, ranks).data_ranks
+    slots, parallel = observed.spec.train.slots, observed.spec.parallel
+    # Zero if the start had fewer ranks than a replica of the run file has, as after a change of the file.
+    data_ranks = observed.started.ranks // (parallel.pipeline * parallel.context * parallel.tensor)
     if not data_ranks or (share := 1 - slots / (most := -(-slots // data_ranks)) / data_ranks) < o.UNEVEN:
         return
     yield o.Reason(

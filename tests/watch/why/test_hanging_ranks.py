@@ -60,12 +60,13 @@ def test_the_share_of_a_core_is_the_processor_time_between_two_readings(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("slots", "ranks", "share"), [(3, 2, "25%"), (4, 2, ""), (64, 7, ""), (8, 7, "43%"), (6, 12, "")]
+    ("slots", "ranks", "share"),
+    [(3, 2, "25%"), (4, 2, ""), (64, 7, ""), (8, 7, "43%"), (6, 12, ""), (6, 1, "")],
 )
 def test_unequal_numbers_of_slots_are_named_from_a_fifth_of_the_time_on(
     run: Watched, slots: int, ranks: int, share: str
 ) -> None:
-    tensor_ranks = 2 if ranks == 12 else 1
+    tensor_ranks = 2 if ranks in (1, 12) else 1  # one rank is less than a replica of two
     spec = dataclasses.replace(
         NOTHING_DUE,
         train=TrainSpec(slots=slots, batch_size=slots),
