@@ -15,8 +15,6 @@ from phalanx.observe.logs.log_file import Bounds, LogOrder, last_lines, set_asid
 CAUGHT = "import os, sys; from phalanx.observe.logs.capture import capture_output; place = capture_output(os.environ)\n"
 """First line of the program of a process whose output Phalanx captures."""
 
-PATIENCE_S = 120.0
-
 
 @dataclass
 class Captured:
@@ -58,7 +56,7 @@ def run(
     messages: list[str] = []
     variables = {**os.environ, **(environment or {})}
     # A child that is stopped in the middle of a line still has one record of it.
-    output = ChildOutput(order, variables, messages.append, pause_s=PATIENCE_S)
+    output = ChildOutput(order, variables, messages.append, pause_s=1000.0)
     process = subprocess.Popen(
         [sys.executable, "-c", (CAUGHT if caught else "import os, sys\n") + program],
         env={**variables, **output.environment},
@@ -69,7 +67,7 @@ def run(
     )
     output.started()
     meanwhile(process)
-    code = process.wait(PATIENCE_S)
+    code = process.wait()
     output.ended()
     lines = [line for line in last_lines(order.path, 100_000) if " begins: " not in line.text]
     return Captured(code, order, lines, messages)
