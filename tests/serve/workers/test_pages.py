@@ -1,4 +1,4 @@
-"""Pages between workers, through shared memory and over real sockets: what comes is what was offered, and what does not is left to be computed."""
+"""Pages between workers, through shared memory and over real sockets: pages arrive as they were offered, and those that do not are left to be computed."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def serving(pages: OfferedPages) -> Iterator[PageServer]:
         server.close()
 
 
-def asked(
+def pulled(
     server: PageServer, only: Way | None = None, names: tuple[bytes, ...] = NAMES, **changes: object
 ) -> Pulled:
-    given = {"token": "token", "identity": IDENTITY, "job": 7, **changes}
-    return pull("127.0.0.1", server.port, names=names, only=only, **given)  # type: ignore[arg-type]
+    options = {"token": "token", "identity": IDENTITY, "job": 7, **changes}
+    return pull("127.0.0.1", server.port, names=names, only=only, **options)  # type: ignore[arg-type]
 
 
 def offered(lease_s: float = 60.0) -> OfferedPages:
@@ -59,16 +59,16 @@ def offered(lease_s: float = 60.0) -> OfferedPages:
 def test_pages_come_as_they_were_offered_and_are_freed_then(way: Way) -> None:
     pages = offered()
     with serving(pages) as server:
-        assert asked(server, way) == Pulled(dict(PAGES), way=way)  # type: ignore[arg-type]
+        assert pulled(server, way) == Pulled(dict(PAGES), way=way)  # type: ignore[arg-type]
         while pages.count():  # the last word is not answered; the suite's timeout is the limit
             time.sleep(0.01)
 
 
 @each_way
 @pytest.mark.parametrize("names", [NAMES[1:], NAMES[2:3], (NAMES[3], NAMES[1])])
-def test_of_the_pages_of_a_job_those_come_that_are_asked_for(way: Way, names: tuple[bytes, ...]) -> None:
+def test_only_the_requested_pages_of_a_job_arrive(way: Way, names: tuple[bytes, ...]) -> None:
     with serving(offered()) as server:
-        got = asked(server, way, names)
+        got = pulled(server, way, names)
     assert {name: bytes(page) for name, page in got.pages.items()} == {name: PAGES[name] for name in names}
     assert tuple(got.pages) == names
 
@@ -77,7 +77,7 @@ def test_of_the_pages_of_a_job_those_come_that_are_asked_for(way: Way, names: tu
 def test_pages_under_no_lease_come_too(way: Way) -> None:
     pages = OfferedPages(look_up=lambda names: {name: PAGES[name] for name in names})
     with serving(pages) as server:
-        assert asked(server, way, job=UNLEASED) == Pulled(dict(PAGES), way=way)  # type: ignore[arg-type]
+        assert pulled(server, way, job=UNLEASED) == Pulled(dict(PAGES), way=way)  # type: ignore[arg-type]
 
 
 @each_way
@@ -88,12 +88,12 @@ def test_a_damaged_page_and_all_behind_it_are_left_to_be_computed(
     real, wrong = getattr(page_transfer, name), iter([True])
 
     def source_is_wrong(page: bytes | memoryview) -> bytes:
-        """The source hashes a page before its reader does."""
+        """Return a wrong digest once: the source hashes a page before its reader does."""
         return real(page)[::-1] if page == PAGES[NAMES[2]] and next(wrong, False) else real(page)
 
     monkeypatch.setattr(page_transfer, name, source_is_wrong)
     with serving(offered()) as server:
-        got = asked(server, way)
+        got = pulled(server, way)
     assert tuple(got.pages) == NAMES[:2]
     assert "damaged" in got.failure
 
@@ -102,7 +102,7 @@ def test_a_damaged_page_and_all_behind_it_are_left_to_be_computed(
 def test_a_lease_that_is_over_offers_nothing_and_holds_nothing(way: Way) -> None:
     pages = offered(lease_s=0.0)
     with serving(pages) as server:
-        got = asked(server, way)
+        got = pulled(server, way)
     assert (got.pages, pages.count()) == ({}, 0)
     assert "lease" in got.failure
 
@@ -112,7 +112,7 @@ def test_pages_that_were_forgotten_with_their_epoch_are_not_offered(way: Way) ->
     pages = offered()
     pages.forget()
     with serving(pages) as server:
-        got = asked(server, way)
+        got = pulled(server, way)
     assert (got.pages, pages.count()) == ({}, 0)
 
 
@@ -129,7 +129,7 @@ def test_a_lease_that_ends_while_pages_are_read_leaves_them_to_the_reader(
 
     monkeypatch.setattr(page_transfer, "opened", late)
     with serving(pages) as server:
-        got = asked(server, way)
+        got = pulled(server, way)
     pages.forget()
     gc.collect()
     assert {name: bytes(page) for name, page in got.pages.items()} == PAGES
@@ -138,19 +138,19 @@ def test_a_lease_that_ends_while_pages_are_read_leaves_them_to_the_reader(
 @each_way
 def test_pages_of_other_weights_are_refused_before_the_first_byte(way: Way) -> None:
     with serving(offered()) as server:
-        got = asked(server, way, identity=WorkerIdentity("others", "numerics", "fp32"))
+        got = pulled(server, way, identity=WorkerIdentity("others", "numerics", "fp32"))
     assert got.pages == {}
     assert "others" in got.failure
 
 
 @each_way
-def test_whoever_does_not_know_the_token_gets_nothing_and_others_are_served_on(way: Way) -> None:
+def test_a_peer_without_the_token_gets_nothing_and_others_are_served(way: Way) -> None:
     pages = offered()
     with serving(pages) as server:
-        got = asked(server, way, token="guessed")
+        got = pulled(server, way, token="guessed")
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
-            assert asked(server, way).failure == ""
+            assert pulled(server, way).failure == ""
     assert got.pages == {}
     assert "token" in got.failure
 
@@ -162,22 +162,27 @@ def test_strangers_write_no_warnings_however_often_they_come(caplog: pytest.LogC
                 stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
                 while stranger.recv(1 << 16):
                     pass
-        assert not asked(server, token="another").pages
-    of_the_server = [record for record in caplog.records if record.name == port.__name__]
-    assert of_the_server
+        assert not pulled(server, token="another").pages
+        # The server logs after it has closed a connection.
+        of_the_server = until(
+            lambda: (
+                (records := [entry for entry in caplog.records if entry.name == port.__name__])[3:]
+                and records
+            )
+        )
     assert all(record.levelno < logging.WARNING for record in of_the_server)
 
 
 def test_a_port_where_nobody_listens_is_a_failure_and_no_error() -> None:
-    with serving(offered()) as server:
-        port = server.port
-    assert pull("127.0.0.1", port, "token", IDENTITY, 7, NAMES).failure
+    with socket.socket() as bound:  # without listening; so no other process gets the port
+        bound.bind(("127.0.0.1", 0))
+        assert pull("127.0.0.1", bound.getsockname()[1], "token", IDENTITY, 7, NAMES).failure
 
 
 @each_way
 def test_pages_behind_a_gap_are_not_offered(way: Way) -> None:
     with serving(offered()) as server:
-        got = asked(server, way, (NAMES[0], b"?" * 16, NAMES[1]))
+        got = pulled(server, way, (NAMES[0], b"?" * 16, NAMES[1]))
     assert tuple(got.pages) == NAMES[:1]
     assert "not offered" in got.failure
 
@@ -185,7 +190,7 @@ def test_pages_behind_a_gap_are_not_offered(way: Way) -> None:
 @each_way
 def test_pages_of_another_size_are_not_taken(way: Way) -> None:
     with serving(offered()) as server:
-        got = asked(server, way, page_bytes=9_999)
+        got = pulled(server, way, page_bytes=9_999)
     assert got.pages == {}
     assert "10,000 bytes, where 9999 are one" in got.failure
 
@@ -194,15 +199,15 @@ def test_memory_is_the_way_where_it_can_be_and_a_socket_where_it_cannot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with serving(offered()) as server:
-        assert (asked(server).way, asked(server).unreached) == ("memory", "")
+        assert (pulled(server).way, pulled(server).unreached) == ("memory", "")
     elsewhere = offered()
     with serving(elsewhere) as server:
         # As in another container, where a number is that of another process.
         monkeypatch.setattr(page_transfer, "opened", lambda place, n: opened(_of_parent(place), n))
-        got = asked(server)
+        got = pulled(server)
         assert got.unreached
         monkeypatch.setattr(page_transfer, "this_machine", lambda: "another")
-        assert asked(server).unreached == ""  # nothing to be told: there is no shared memory between machines
+        assert pulled(server).unreached == ""  # no failure: there is no shared memory between machines
     assert (got.pages, got.way, got.failure) == (PAGES, "socket", "")
 
 
@@ -210,7 +215,7 @@ def _of_parent(place: SharedMemoryPlace) -> SharedMemoryPlace:
     return SharedMemoryPlace(place.machine, os.getppid(), place.descriptor, place.device, place.inode)
 
 
-def test_where_no_memory_can_be_had_pages_go_through_sockets_and_it_is_told_once(
+def test_without_shared_memory_pages_go_through_sockets_and_one_warning_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pages = OfferedPages()
@@ -224,8 +229,8 @@ def test_where_no_memory_can_be_had_pages_go_through_sockets_and_it_is_told_once
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caplog.text.count("no memory to share could be had") == 1
     with serving(pages) as server:
-        assert asked(server) == Pulled(dict(PAGES), way="socket")  # type: ignore[arg-type]
-        assert asked(server, job=8).pages == PAGES
+        assert pulled(server) == Pulled(dict(PAGES), way="socket")  # type: ignore[arg-type]
+        assert pulled(server, job=8).pages == PAGES
 
 
 def test_pages_in_memory_can_be_neither_changed_nor_shortened_and_others_are_not_taken() -> None:
@@ -249,20 +254,19 @@ def test_pages_in_memory_can_be_neither_changed_nor_shortened_and_others_are_not
 
 
 def test_descriptors_are_given_back_with_the_pages() -> None:
-    def held() -> int:
-        return sum(1 for one in os.listdir("/proc/self/fd") if _is_page_file(one))
+    def open_page_files() -> int:
+        return sum(1 for descriptor in os.listdir("/proc/self/fd") if _is_page_file(descriptor))
 
-    before, pages = held(), offered()
+    before, pages = open_page_files(), offered()
     with serving(pages) as server:
-        got = asked(server, "memory")
+        got = pulled(server, "memory")
         while pages.count():
             time.sleep(0.01)
     assert got.pages == PAGES
     del got
     gc.collect()
-    until(
-        lambda: held() <= before
-    )  # a connection's thread ends after its conversation, also those of earlier tests
+    # A connection's thread ends after its conversation, also those of earlier tests.
+    until(lambda: open_page_files() <= before)
 
 
 def _is_page_file(descriptor: str) -> bool:
@@ -309,7 +313,7 @@ def test_a_source_that_is_killed_takes_nothing_from_its_readers_and_leaves_nothi
 
 @contextmanager
 def altering(port: int, place: int, value: int) -> Iterator[int]:
-    """A port before another one, through which all passes, but for one byte of what the server says."""
+    """A proxy port before another one that alters one byte that the server sends."""
 
     def carry(come: socket.socket, go: socket.socket, *, alter: bool) -> None:
         passed = 0
@@ -319,9 +323,9 @@ def altering(port: int, place: int, value: int) -> Iterator[int]:
                     body[place - passed] ^= value
                 passed += len(body)
                 go.sendall(body)
-        for one in (come, go):
+        for connection in (come, go):
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -339,16 +343,18 @@ def altering(port: int, place: int, value: int) -> Iterator[int]:
         thread.join()
 
 
-SAID = 40 + 32 + 4
+PREAMBLE = 40 + 32 + 4
 """Bytes of the server's hello, of its proof, and of the length of its offer."""
 
 
 @each_way
 @settings(max_examples=20, deadline=None)
 @given(st.data())
-def test_whatever_is_altered_on_the_way_no_page_comes_changed(way: Way, data: st.DataObject) -> None:
-    most = SAID + 250 if way == "memory" else SAID + 40_000  # no byte of a page is on its way in memory
-    place = data.draw(st.one_of(st.integers(0, SAID + 250), st.integers(0, most)))
+def test_no_page_arrives_changed_if_any_byte_is_altered_on_the_way(way: Way, data: st.DataObject) -> None:
+    most = (
+        PREAMBLE + 250 if way == "memory" else PREAMBLE + 40_000
+    )  # no byte of a page is on its way in memory
+    place = data.draw(st.one_of(st.integers(0, PREAMBLE + 250), st.integers(0, most)))
     with serving(offered()) as server, altering(server.port, place, data.draw(st.integers(1, 255))) as port:
         got = pull("127.0.0.1", port, "token", IDENTITY, 7, NAMES, within_s=1.0, only=way)
     assert tuple(got.pages) == NAMES[: len(got.pages)]

@@ -1,4 +1,4 @@
-"""What the supervisor of worker processes tells of one that cannot be started, and of one that takes long to."""
+"""Reports of the supervisor of worker processes on one that cannot be started, and on one that starts slowly."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from phalanx_serve.workers.worker_process import WorkerEnded, WorkerProcesses, W
 TASK = WorkerTask("127.0.0.1", 1, "token", 0, "both", ServedRun("run", 1, "float32", None, 1, 64, "exact"))
 
 
-def told(
+def watch(
     enough: Callable[[list[WorkerEnded], list[float]], bool], *command: str, slow_start_s: float = 60.0
 ) -> tuple[list[WorkerEnded], list[float], str]:
-    """Which ends and slow starts of one worker, started by ``command``, are told until there are enough, and its state then."""
+    """Start one worker by ``command`` until enough reports have come. Return its ends, its slow starts, and its state then."""
     ends: list[WorkerEnded] = []
     slow: list[float] = []
 
@@ -48,9 +48,9 @@ def told(
     return ends, slow, state
 
 
-def test_why_a_worker_cannot_be_started_is_told() -> None:
-    ends, _, state = told(lambda ends, _: len(ends) == 2, "/nowhere/python")
-    assert [(one.how.partition(" (")[0], one.again_s) for one in ends] == [
+def test_the_reason_why_a_worker_cannot_be_started_is_reported() -> None:
+    ends, _, state = watch(lambda ends, _: len(ends) == 2, "/nowhere/python")
+    assert [(end.how.partition(" (")[0], end.again_s) for end in ends] == [
         ("cannot be started", 0.01),
         ("cannot be started", None),
     ]
@@ -90,15 +90,15 @@ def test_the_traceback_of_a_defect_of_a_worker_is_printed_and_the_router_gets_th
     assert "in fail" in printed
 
 
-def test_a_start_that_takes_long_is_told_once() -> None:
+def test_a_start_that_takes_long_is_reported_once() -> None:
     sleeping = (sys.executable, "-c", "import time; time.sleep(60)")
-    ends, slow, state = told(lambda _, slow: bool(slow), *sleeping, slow_start_s=0.05)
+    ends, slow, state = watch(lambda _, slow: bool(slow), *sleeping, slow_start_s=0.05)
     assert (ends, slow, state) == ([], [0.05], "starting")
 
 
 def test_a_process_that_ends_before_is_no_slow_start() -> None:
-    ends, slow, _ = told(lambda ends, _: len(ends) == 2, sys.executable, "-c", "raise SystemExit(3)")
-    assert ([one.how for one in ends], slow) == (["ended with code 3"] * 2, [])
+    ends, slow, _ = watch(lambda ends, _: len(ends) == 2, sys.executable, "-c", "raise SystemExit(3)")
+    assert ([end.how for end in ends], slow) == (["ended with code 3"] * 2, [])
 
 
 def test_a_worker_that_is_ended_is_not_ready_from_then_on() -> None:

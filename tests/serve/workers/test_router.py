@@ -1,4 +1,4 @@
-"""The live router over real sockets, with workers in threads: what clients are told is what one engine tells, whoever is lost meanwhile."""
+"""The live router over real sockets, with workers in threads: clients get the outputs of one engine, even if workers are lost meanwhile."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def engine(model: Transformer) -> Engine:
     return Engine(model, SPEC, pages=64, rows=64, weights_id="w")
 
 
-def put_all(told: queue.SimpleQueue[EngineOutput], some: Sequence[EngineOutput]) -> None:
-    for one in some:
-        told.put(one)
+def put_all(outputs: queue.SimpleQueue[EngineOutput], new_outputs: Sequence[EngineOutput]) -> None:
+    for output in new_outputs:
+        outputs.put(output)
 
 
 @dataclass
@@ -71,15 +71,15 @@ class Running:
     link: socket.socket
     server: PageServer
     thread: threading.Thread
-    why: str = "works"
-    """Why it has ended; empty if nothing is wrong."""
+    end_reason: str = "works"
+    """Reason for its end; empty if nothing is wrong."""
 
     def work(self, worker: ServingWorker) -> None:
-        """Works until the end."""
-        self.why = worker.run()
+        """Work until the end."""
+        self.end_reason = worker.run()
 
     def kill(self) -> None:
-        """Cuts all its connections, as the kernel does for a process that is killed."""
+        """Cut all its connections, as the kernel does for a process that is killed."""
         self.link.shutdown(socket.SHUT_RDWR)
         self.server.close()
         self.thread.join()
@@ -101,7 +101,7 @@ class Fleet:
     def start(
         self, number: int, role: Role, model: Transformer, *, weights: str = "w", token: str = TOKEN
     ) -> None:
-        """Starts a worker, and waits until the router has taken or refused it."""
+        """Start a worker, which then joins or is refused."""
         connection = socket.create_connection(self.address)
         link = sealed(connection, "the router", token, "client", m.PURPOSE, 60.0)
         link.send_message(m.Opening(number, 1))
@@ -116,26 +116,28 @@ class Fleet:
         running.thread.start()
 
     def submit(self, request: Request) -> queue.SimpleQueue[EngineOutput]:
-        """Asks; what is told comes in the queue."""
-        told: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
-        sink = partial(put_all, told)
+        """Submit a request; its outputs arrive in the queue."""
+        outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
+        sink = partial(put_all, outputs)
         self.loop.call_soon_threadsafe(self.router.submit, request, sink)
-        return told
+        return outputs
 
-    def submit_at_once(self, asked: Sequence[Request]) -> dict[str, queue.SimpleQueue[EngineOutput]]:
-        """Asks all before any worker can answer, and lets the router look at its queues then."""
+    def submit_at_once(self, requests: Sequence[Request]) -> dict[str, queue.SimpleQueue[EngineOutput]]:
+        """Submit all requests before any worker can answer, and let the router look at its queues then."""
 
-        async def held() -> dict[str, queue.SimpleQueue[EngineOutput]]:
-            told: dict[str, queue.SimpleQueue[EngineOutput]] = {one.id: queue.SimpleQueue() for one in asked}
-            for one in asked:
-                self.router.submit(one, partial(put_all, told[one.id]))
+        async def submit_all() -> dict[str, queue.SimpleQueue[EngineOutput]]:
+            outputs: dict[str, queue.SimpleQueue[EngineOutput]] = {
+                request.id: queue.SimpleQueue() for request in requests
+            }
+            for request in requests:
+                self.router.submit(request, partial(put_all, outputs[request.id]))
             self.router._hear(events.ClockTick())
-            return told
+            return outputs
 
-        return asyncio.run_coroutine_threadsafe(held(), self.loop).result()
+        return asyncio.run_coroutine_threadsafe(submit_all(), self.loop).result()
 
     def turn(self, number: int, role: Role) -> None:
-        """Gives a worker another role."""
+        """Give a worker another role."""
 
         def change() -> None:
             self.router.traffic.pool.workers[number].role = role
@@ -151,16 +153,16 @@ def fleet(
     joined: queue.SimpleQueue[int] = queue.SimpleQueue()
     left: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
 
-    def gone(peer: Peer, why: str) -> None:
-        left.put((peer.number, why))
+    def record_reason(peer: Peer, reason: str) -> None:
+        left.put((peer.number, reason))
 
-    watcher = Watcher(lambda peer: joined.put(peer.number), gone, gone, gone)
+    watcher = Watcher(lambda peer: joined.put(peer.number), record_reason, record_reason, record_reason)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
     async def begin() -> tuple[RequestRouter, asyncio.Server]:
-        router = RequestRouter(TOKEN, RouterSettings(64, audit_share, late_s=30.0), watcher)
+        router = RequestRouter(TOKEN, RouterSettings(64, audit_share, late_s=3600.0), watcher)
         return router, await router.listen("127.0.0.1")
 
     router, server = asyncio.run_coroutine_threadsafe(begin(), loop).result()
@@ -200,29 +202,29 @@ def requests() -> list[Request]:
     ]
 
 
-def alone(model: Transformer, asked: Sequence[Request]) -> dict[str, list[EngineOutput]]:
-    """What one engine tells."""
+def alone(model: Transformer, requests: Sequence[Request]) -> dict[str, list[EngineOutput]]:
+    """Outputs of one engine that serves all requests."""
     served = engine(model)
-    told: dict[str, list[EngineOutput]] = {request.id: [] for request in asked}
-    for request in asked:
+    outputs: dict[str, list[EngineOutput]] = {request.id: [] for request in requests}
+    for request in requests:
         served.submit(request)
     while served.busy:
-        for one in served.step():
-            told[one.request].append(one)
-    return told
+        for output in served.step():
+            outputs[output.request].append(output)
+    return outputs
 
 
-def heard(told: queue.SimpleQueue[EngineOutput]) -> list[EngineOutput]:
-    """All that a client hears, up to the end."""
-    found = [told.get(timeout=120)]
-    while not isinstance(found[-1], Ended):
-        found.append(told.get(timeout=120))
-    return found
+def received(outputs: queue.SimpleQueue[EngineOutput]) -> list[EngineOutput]:
+    """Outputs that a client receives, up to the end."""
+    until_end = [outputs.get(timeout=120)]
+    while not isinstance(until_end[-1], Ended):
+        until_end.append(outputs.get(timeout=120))
+    return until_end
 
 
-def words(told: list[EngineOutput]) -> list[object]:
-    """The same without what may differ: how many tokens were found in pages."""
-    return [(one.outcome, one.text) if isinstance(one, Ended) else one for one in told]
+def words(outputs: list[EngineOutput]) -> list[object]:
+    """Outputs without the count that may differ: how many tokens were already in pages."""
+    return [(output.outcome, output.text) if isinstance(output, Ended) else output for output in outputs]
 
 
 @pytest.mark.parametrize(
@@ -236,44 +238,45 @@ def words(told: list[EngineOutput]) -> list[object]:
         (("prefill", "prefill", "decode", "decode", "decode"), "socket"),
     ],
 )
-def test_clients_hear_from_any_workers_what_one_engine_tells(
+def test_clients_receive_from_any_workers_the_outputs_of_one_engine(
     roles: tuple[Role, ...], way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving_worker, "pull", partial(pull, only=way))
-    model, asked = built(), requests()
-    right = alone(model, asked)
+    model, submitted = built(), requests()
+    right = alone(model, submitted)
     with fleet(model, *roles) as served:
-        told = {request.id: served.submit(request) for request in asked}
-        for name, one in told.items():
-            assert words(heard(one)) == words(right[name])
+        queues = {request.id: served.submit(request) for request in submitted}
+        for name, outputs in queues.items():
+            assert words(received(outputs)) == words(right[name])
 
 
 def test_workers_that_change_sides_at_any_time_change_no_token() -> None:
-    model, asked, draw = built(), requests(), random.Random(3)
-    right = alone(model, asked)
+    model, submitted, draw = built(), requests(), random.Random(3)
+    right = alone(model, submitted)
     with fleet(model, "prefill", "prefill", "decode", "decode", "decode") as served:
         pool = served.router.traffic.pool
-        # Of 1,000 rows/s, by their own word: long prompts wait 0.37 s, and the two short texts, which decode workers compute, 0.02 s.
+        # At the 1,000 rows/s that workers report, long prompts wait 0.37 s, and the two short texts, which decode workers compute, 0.02 s.
         pool.settings = replace(pool.settings, wait_s=0.1, patience_s=0.0, rest_s=1e6)
-        told = served.submit_at_once(asked)
-        for name, one in told.items():
-            assert words(heard(one)) == words(right[name])
+        queues = served.submit_at_once(submitted)
+        for name, outputs in queues.items():
+            assert words(received(outputs)) == words(right[name])
         assert [worker.role for worker in pool.workers.values()].count("prefill") == 3
-        again = [structs.replace(one, id=f"again {one.id}") for one in asked]
-        told = served.submit_at_once(again)
+        again = [structs.replace(request, id=f"again {request.id}") for request in submitted]
+        queues = served.submit_at_once(again)
         for number in (draw.randrange(5) for _ in range(20)):
             served.turn(number, draw.choice(["prefill", "decode", "both"]))
             time.sleep(draw.uniform(0, 0.02))
-        for one in asked:
-            got = [structs.replace(each, request=one.id) for each in heard(told[f"again {one.id}"])]
-            assert words(got) == words(right[one.id])
+        for request in submitted:
+            outputs = received(queues[f"again {request.id}"])
+            renamed = [structs.replace(output, request=request.id) for output in outputs]
+            assert words(renamed) == words(right[request.id])
 
 
 def test_workers_are_sent_away_at_the_end_and_none_is_reported_lost() -> None:
     with fleet(built(), "prefill", "decode") as served:
-        told = served.submit(requests()[0])
-        heard(told)
-    assert [worker.why for worker in served.workers.values()] == ["", ""]  # not "the connection ended"
+        outputs = served.submit(requests()[0])
+        received(outputs)
+    assert [worker.end_reason for worker in served.workers.values()] == ["", ""]  # not "the connection ended"
     assert served.left.empty()
 
 
@@ -297,25 +300,25 @@ def test_a_decode_worker_pulls_the_pages_of_a_prompt_or_computes_them_and_the_te
         monkeypatch.setattr(page_transfer, "fast_digest", lambda _: next(digests))
     model = built()
     (request,) = [request for request in requests() if len(request.prompt) == 260]
-    asked = [request, structs.replace(request, id="backwards", prompt=request.prompt[::-1])]
-    right = alone(model, asked)
+    submitted = [request, structs.replace(request, id="backwards", prompt=request.prompt[::-1])]
+    right = alone(model, submitted)
     with fleet(model, "prefill", "decode", pages="socket" if trouble == "only sockets" else "auto") as served:
-        for one in asked:
-            assert words(heard(served.submit(one))) == words(right[one.id])
+        for request in submitted:
+            assert words(received(served.submit(request))) == words(right[request.id])
         while (beat := served.router.peers[1].beat) is None or beat.pulled + beat.not_pulled < 8:
             time.sleep(0.02)
         assert (beat.pulled, beat.shared, beat.not_pulled) == counted
-    told = caplog.text.count("the memory of a worker of this machine cannot be read (another user's)")
-    assert told == (1 if trouble == "unreachable" else 0)
+    warnings = caplog.text.count("the memory of a worker of this machine cannot be read (another user's)")
+    assert warnings == (1 if trouble == "unreachable" else 0)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_workers_that_are_lost_at_any_time_lose_and_change_no_token(seed: int) -> None:
-    model, asked, draw = built(), requests(), random.Random(seed)
-    right = alone(model, asked)
+    model, submitted, draw = built(), requests(), random.Random(seed)
+    right = alone(model, submitted)
     roles: tuple[Role, ...] = ("prefill", "decode", "both")
     with fleet(model, *roles) as served:
-        told = {request.id: served.submit(request) for request in asked}
+        queues = {request.id: served.submit(request) for request in submitted}
         for _ in range(4):
             victim = draw.randrange(3)
             time.sleep(draw.uniform(0, 0.05))
@@ -323,8 +326,8 @@ def test_workers_that_are_lost_at_any_time_lose_and_change_no_token(seed: int) -
             assert served.left.get(timeout=60)[0] == victim
             served.start(victim, roles[victim], model)
             served.joined.get(timeout=60)
-        for name, one in told.items():
-            assert words(heard(one)) == words(right[name])
+        for name, outputs in queues.items():
+            assert words(received(outputs)) == words(right[name])
         assert served.router.traffic.counts["lost"] == 4
 
 
@@ -332,13 +335,13 @@ def test_a_worker_of_other_weights_is_refused_with_both_identities() -> None:
     model = built()
     with fleet(model, "both") as served:
         served.start(1, "both", model, weights="others")
-        number, why = served.left.get(timeout=60)
+        number, reason = served.left.get(timeout=60)
         assert number == 1
-        assert "'w'" in why
-        assert "'others'" in why
+        assert "'w'" in reason
+        assert "'others'" in reason
 
 
-def test_who_does_not_know_the_token_does_not_become_a_worker() -> None:
+def test_a_peer_without_the_token_does_not_become_a_worker() -> None:
     model = built()
     with fleet(model, "both") as served:
         with pytest.raises(UnprovenError):
@@ -359,43 +362,45 @@ def test_a_worker_that_computes_other_bits_is_set_aside_and_texts_are_right_agai
     model, wrong = built(), built()
     with torch.no_grad():
         next(wrong.parameters()).mul_(1.001)
-    asked = requests()
-    right = alone(model, asked)
+    submitted = requests()
+    right = alone(model, submitted)
     with fleet(model, "both", "both", "both", audit_share=1.0) as served:
         served.start(3, "both", wrong)
         served.joined.get(timeout=60)
         while 3 not in served.router.traffic.pool.quarantined:
-            for told in [served.submit(request) for request in asked]:
-                heard(told)
-        number, why = served.left.get(timeout=60)
+            for outputs in [served.submit(request) for request in submitted]:
+                received(outputs)
+        number, reason = served.left.get(timeout=60)
         assert number == 3
-        assert re.search(r"token \d+ \(id \d+\) .* is -0x\S+ by it and -0x\S+ by [23] others", why)
-        for request in asked:
-            assert words(heard(served.submit(request))) == words(right[request.id])
+        assert re.search(r"token \d+ \(id \d+\) .* is -0x\S+ by it and -0x\S+ by [23] others", reason)
+        for request in submitted:
+            assert words(received(served.submit(request))) == words(right[request.id])
 
 
-def test_what_no_engine_can_compute_is_an_error_and_harms_nobody() -> None:
+def test_a_request_that_no_engine_can_compute_is_an_error_and_harms_no_other() -> None:
     model = built()
     with fleet(model, "both", "both") as served:
-        (end,) = heard(served.submit(Request("r", (500,), 3)))
+        (end,) = received(served.submit(Request("r", (500,), 3)))
         assert isinstance(end, Ended)
         assert end.outcome == "error"
         assert "vocabulary" in end.text
-        scored, *_ = heard(served.submit(Request("s", (1, 2), 1, prompt_logprobs=True)))
+        scored, *_ = received(served.submit(Request("s", (1, 2), 1, prompt_logprobs=True)))
         assert isinstance(scored, PromptScored)
 
 
 def test_a_request_that_comes_after_no_worker_is_left_ends_with_the_reason() -> None:
-    async def asked() -> list[EngineOutput]:
-        told: list[EngineOutput] = []
+    async def submit_both() -> list[EngineOutput]:
+        outputs: list[EngineOutput] = []
         nobody = Watcher(*([lambda *_: None] * 4))
         router = RequestRouter(TOKEN, RouterSettings(64), nobody)
-        router.submit(Request("before", (1, 2), 3), told.extend)
+        router.submit(Request("before", (1, 2), 3), outputs.extend)
         router.fail_all("no worker is left")
-        router.submit(Request("after", (1, 2), 3), told.extend)
-        return told
+        router.submit(Request("after", (1, 2), 3), outputs.extend)
+        return outputs
 
-    assert asyncio.run(asked()) == [Ended(name, "error", "no worker is left") for name in ("before", "after")]
+    assert asyncio.run(submit_both()) == [
+        Ended(name, "error", "no worker is left") for name in ("before", "after")
+    ]
 
 
 def test_an_error_in_a_report_of_a_late_worker_ends_no_later_report(caplog: pytest.LogCaptureFixture) -> None:
@@ -440,10 +445,10 @@ def silent_worker(address: tuple[str, int], number: int) -> socket.socket:
     return connection
 
 
-def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason(
+def test_a_worker_that_is_late_is_reported_once_in_a_life_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    heard: list[tuple[int, str]] = []
+    reports: list[tuple[int, str]] = []
     now_s = 1e6
     monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=lambda: now_s))
 
@@ -453,9 +458,9 @@ def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason(
         )
 
     async def watched() -> None:
-        told: list[Callable[..., None]] = [lambda *_: None] * 4
-        told[2] = lambda peer, why: heard.append((peer.life, why))
-        router = RequestRouter(TOKEN, RouterSettings(64, late_s=3.0, tick_s=0.0), Watcher(*told))
+        callbacks: list[Callable[..., None]] = [lambda *_: None] * 4
+        callbacks[2] = lambda peer, reason: reports.append((peer.life, reason))
+        router = RequestRouter(TOKEN, RouterSettings(64, late_s=3.0, tick_s=0.0), Watcher(*callbacks))
         tick = asyncio.create_task(router._tick())
         for life, silent_s, still_s in ((1, 4.0, 4.0), (2, 0.0, 12.0), (3, 0.0, 0.0)):
             router.peers[1] = SimpleNamespace(number=1, life=life)  # type: ignore[assignment]
@@ -465,7 +470,7 @@ def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason(
         tick.cancel()
 
     asyncio.run(watched())
-    assert heard == [
+    assert reports == [
         (1, "it has given no sign of life for 4 s"),
         (2, "its engine has made no step for 12 s"),
     ]

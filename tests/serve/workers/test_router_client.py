@@ -50,7 +50,7 @@ def test_the_end_of_the_last_worker_ends_all_requests(link_first: bool) -> None:
     assert "no worker is left" in failed[0]
 
 
-def test_workers_that_are_late_or_slow_to_start_are_told_and_why_one_cannot_be_started() -> None:
+def test_workers_that_are_late_slow_to_start_or_cannot_be_started_are_reported_with_the_reason() -> None:
     port = RouterClient.__new__(RouterClient)
     notices: list[Notice] = []
     seat = SimpleNamespace(task=SimpleNamespace(number=2, role="decode"))
@@ -62,7 +62,7 @@ def test_workers_that_are_late_or_slow_to_start_are_told_and_why_one_cannot_be_s
     port._late(SimpleNamespace(number=1), "it has given no sign of life for 4 s")  # type: ignore[arg-type]
     port._slow(seat, 60.0)  # type: ignore[arg-type]
     port._happened(WorkerEnded(seat, "cannot be started (no memory)", 2.0))  # type: ignore[arg-type]
-    assert [(one.event, one.facts["worker"], one.text) for one in notices] == [
+    assert [(notice.event, notice.facts["worker"], notice.text) for notice in notices] == [
         (
             "worker-late",
             1,
@@ -91,7 +91,7 @@ def beating(number: int, read: int) -> SimpleNamespace:
     return SimpleNamespace(number=number, ready=None, beat=m.TO_ROUTER.decode(encode(beat)))
 
 
-def test_counts_of_drafts_and_of_streamed_weights_are_of_all_workers_those_that_have_left_too() -> None:
+def test_counts_of_drafts_and_of_streamed_weights_include_workers_that_have_left() -> None:
     router = RequestRouter("token", RouterSettings(64, 0.0), Watcher(*([lambda *_: None] * 4)))
     router._count_past(beating(1, 100))  # type: ignore[arg-type]
     router._count_past(beating(2, 200))  # type: ignore[arg-type]

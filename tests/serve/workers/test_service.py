@@ -1,4 +1,4 @@
-"""What a service has all its workers open."""
+"""The configuration that a service gives to all its workers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def started(
     threads: int = 0,
     **divisions: WorkerDivision,
 ) -> ServiceConfig:
-    """What workers are to open, without starting any."""
-    found: list[ServiceConfig] = []
+    """The configuration of the workers; none is started."""
+    configs: list[ServiceConfig] = []
     monkeypatch.setattr(service, "read_model_text", lambda *_: None)
-    monkeypatch.setattr(service, "RouterClient", lambda asked, _: found.append(asked))
+    monkeypatch.setattr(service, "RouterClient", lambda config, _: configs.append(config))
     service.open_service(
         served,
         None,
@@ -40,11 +40,11 @@ def started(
         tell=lambda _: None,
         pages=pages,
     )
-    return found[0]
+    return configs[0]
 
 
 def settled(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> ServedRun:
-    """What workers of one role are to open."""
+    """The run that workers of one role are to open."""
     return started(served, monkeypatch, ("both", "both")).task.served
 
 
@@ -54,7 +54,7 @@ def served_step(run_dir: Path, step: int | None, monkeypatch: pytest.MonkeyPatch
     return settled(served, monkeypatch).step
 
 
-def test_workers_that_start_while_the_run_goes_on_open_the_step_that_the_service_began_with(
+def test_workers_that_start_while_the_run_continues_open_the_step_that_the_service_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = make_run(tmp_path / "run", DENSE, (1, 3))
@@ -78,11 +78,11 @@ def test_a_run_that_is_streamed_is_packed_before_any_worker_starts_and_memory_is
     run_dir = make_run(tmp_path / "run", DENSE, (1, 3))
     served = ServedRun(str(run_dir), None, "bfloat16", None, 0, 64, "exact", stream=True)
     monkeypatch.setattr(service, "free_to_use", lambda: 5 << 30)
-    found = settled(served, monkeypatch)
-    assert Path(found.run_dir).name == "step-00000003-bf16.pack"
-    assert Path(found.run_dir).is_file()
-    assert found.memory_bytes == 2 << 30
-    assert settled(found, monkeypatch) == found
+    opened = settled(served, monkeypatch)
+    assert Path(opened.run_dir).name == "step-00000003-bf16.pack"
+    assert Path(opened.run_dir).is_file()
+    assert opened.memory_bytes == 2 << 30
+    assert settled(opened, monkeypatch) == opened
 
 
 def test_drafts_of_a_run_that_is_streamed_are_refused_before_it_is_packed(
@@ -105,20 +105,20 @@ def test_pages_over_nixl_are_refused_where_it_is_not_installed_before_anything_i
 
 
 @pytest.mark.parametrize("pages", ["auto", "socket", "nixl"])
-def test_all_workers_take_pages_in_the_way_that_was_asked_for(
+def test_all_workers_take_pages_in_the_way_that_the_option_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: PageWay
 ) -> None:
     monkeypatch.setattr(nixl_client, "find_spec", lambda name: name)
     served = ServedRun(str(make_run(tmp_path / "run", DENSE)), None, "float32", None, 1 << 20, 64, "exact")
-    found = started(served, monkeypatch, ("prefill", "decode"), pages=pages)
-    assert [found.task_of(role).pages for role in found.roles] == [pages, pages]
+    config = started(served, monkeypatch, ("prefill", "decode"), pages=pages)
+    assert [config.task_of(role).pages for role in config.roles] == [pages, pages]
 
 
 def test_workers_divide_the_model_as_their_role_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = make_run(tmp_path / "run", DENSE)
     served = ServedRun(str(run_dir), None, "float32", None, 1 << 20, 64, "exact")
     roles: tuple[Role, ...] = ("prefill", "decode", "both")
-    found = started(
+    config = started(
         served,
         monkeypatch,
         roles,
@@ -126,9 +126,9 @@ def test_workers_divide_the_model_as_their_role_does(tmp_path: Path, monkeypatch
         decode=WorkerDivision(stages=3),
         both=WorkerDivision(),
     )
-    opened = [found.task_of(role).served for role in roles]
-    assert [(one.stages, one.tensor) for one in opened] == [(1, 2), (3, 1), (1, 1)]
-    assert {one.step for one in opened} == {1}
+    opened = [config.task_of(role).served for role in roles]
+    assert [(served_run.stages, served_run.tensor) for served_run in opened] == [(1, 2), (3, 1), (1, 1)]
+    assert {served_run.step for served_run in opened} == {1}
 
 
 @pytest.mark.parametrize(("processors", "threads"), [(24, "4"), (13, "2"), (3, "1")])
@@ -159,23 +159,23 @@ def test_a_named_number_of_threads_is_that_of_each_process_however_many_processo
 
 
 @pytest.mark.parametrize(
-    ("division", "said"),
+    ("division", "message"),
     [
         (WorkerDivision(tensor=3), "--tensor 3: .* give --tensor 2"),
         (WorkerDivision(stages=6), "--pipeline 6: the model has 5 layers"),
     ],
 )
 def test_a_division_that_a_role_cannot_have_is_refused_before_any_worker_starts(
-    division: WorkerDivision, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    division: WorkerDivision, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = make_run(tmp_path / "run", DENSE)
     served = ServedRun(str(run_dir), None, "float32", None, 1 << 20, 64, "exact")
-    with pytest.raises(ServeError, match=said):
+    with pytest.raises(ServeError, match=message):
         started(served, monkeypatch, ("prefill", "decode"), decode=division)
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_newest_step_that_is_damaged_is_passed_over_aloud_and_other_trouble_is_not(
+def test_a_newest_step_that_is_damaged_is_skipped_with_a_notice_and_other_errors_are_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
     run_dir = make_run(tmp_path / "run", DENSE, (1, 3))
@@ -184,13 +184,13 @@ def test_a_newest_step_that_is_damaged_is_passed_over_aloud_and_other_trouble_is
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-    begun: list[int | None] = []
-    told: list[str] = []
+    steps: list[int | None] = []
+    notices: list[str] = []
 
-    def begin(asked: ServiceConfig, _tell: object) -> None:
-        begun.append(asked.task.served.step)
-        if begun[-1] == 3:
-            raise ServeError("what a worker said")
+    def begin(config: ServiceConfig, _tell: object) -> None:
+        steps.append(config.task.served.step)
+        if steps[-1] == 3:
+            raise ServeError("the reason of a worker")
 
     monkeypatch.setattr(service, "read_model_text", lambda *_: None)
     monkeypatch.setattr(service, "RouterClient", begin)
@@ -198,16 +198,21 @@ def test_a_newest_step_that_is_damaged_is_passed_over_aloud_and_other_trouble_is
     def opened(step: int | None) -> None:
         served = ServedRun(str(run_dir), step, "float32", None, 1 << 20, 64, "exact")
         service.open_service(
-            served, None, ("both",), threads=1, audit_share=0.0, tell=lambda notice: told.append(notice.text)
+            served,
+            None,
+            ("both",),
+            threads=1,
+            audit_share=0.0,
+            tell=lambda notice: notices.append(notice.text),
         )
 
-    with pytest.raises(ServeError, match="what a worker said"):
-        opened(3)  # asked for by its number
+    with pytest.raises(ServeError, match="the reason of a worker"):
+        opened(3)  # requested by its number
     if damaged:
         opened(None)
-        assert begun == [3, 3, 1]
-        assert told == ["step 3 cannot be read and is skipped: what a worker said"]
+        assert steps == [3, 3, 1]
+        assert notices == ["step 3 cannot be read and is skipped: the reason of a worker"]
     else:
-        with pytest.raises(ServeError, match="what a worker said"):
+        with pytest.raises(ServeError, match="the reason of a worker"):
             opened(None)
-        assert (begun, told) == ([3, 3], [])
+        assert (steps, notices) == ([3, 3], [])

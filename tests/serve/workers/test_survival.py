@@ -17,7 +17,7 @@ WHOLE = StreamedAnswer(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "text", "done", "said"),
+    ("tokens", "text", "done", "verdict"),
     [
         ([0, 1, 2], "abc", True, ""),
         ([0, 1], "ab", False, ""),
@@ -29,18 +29,18 @@ WHOLE = StreamedAnswer(
         ([0, 1, 2], "abd", True, "changed"),
     ],
 )
-def test_what_is_lost_doubled_or_changed_is_called_so(
-    tokens: list[int], text: str, done: bool, said: str
+def test_lost_doubled_and_changed_tokens_are_distinguished(
+    tokens: list[int], text: str, done: bool, verdict: str
 ) -> None:
-    heard = StreamedAnswer(
+    received = StreamedAnswer(
         [WHOLE.tokens[n] for n in tokens], text, "length" if done else "", WHOLE.made_by, done
     )
-    assert judged(WHOLE, heard).partition(":")[0] == said
+    assert judged(WHOLE, received).partition(":")[0] == verdict
 
 
 def test_one_bit_of_a_log_probability_and_another_servers_name_are_changes() -> None:
-    (one, _, top), *rest = WHOLE.tokens
-    other = dataclasses.replace(WHOLE, tokens=[(one, -0.5000000000000001, top), *rest])
+    (token_id, _, top), *rest = WHOLE.tokens
+    other = dataclasses.replace(WHOLE, tokens=[(token_id, -0.5000000000000001, top), *rest])
     assert judged(WHOLE, other).startswith("changed")
     assert judged(WHOLE, dataclasses.replace(WHOLE, made_by={"weights:other"})).startswith("changed")
 
@@ -52,14 +52,14 @@ def test_faults_are_a_function_of_the_seed_and_of_all_kinds() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_token_is_lost_doubled_or_changed_whatever_strikes(
+def test_no_token_is_lost_doubled_or_changed_by_any_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found: list[SurvivalReport] = []
-    asked = SurvivalLoad(requests=100, faults=20, distinct=30, workers="prefill:1,decode:2")
-    asyncio.run(survived(make_run(tmp_path / "run"), asked, tmp_path, found))
-    (one,) = found
-    assert one.wrong == []
-    assert (one.requests, one.faults.total()) == (100, 20)
-    assert one.counts["requests_moved"] > 0
+    findings: list[SurvivalReport] = []
+    plan = SurvivalLoad(requests=100, faults=20, distinct=30, workers="prefill:1,decode:2")
+    asyncio.run(survived(make_run(tmp_path / "run"), plan, tmp_path, findings))
+    (finding,) = findings
+    assert finding.wrong == []
+    assert (finding.requests, finding.faults.total()) == (100, 20)
+    assert finding.counts["requests_moved"] > 0

@@ -37,7 +37,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(served: Service, prompt: str, tokens: int = 30) -> list[Any]:
-    """All that a client is told of a streamed text."""
+    """All choices of a streamed text, with all their fields."""
     client = OpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
     stream = client.completions.create(
         model="run",
@@ -53,29 +53,29 @@ def ask(served: Service, prompt: str, tokens: int = 30) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def by_one_worker(run_dir: Path) -> list[list[Any]]:
-    with service(run_dir, "--context", "1000", "--workers", "1", "--threads", "1") as one:
-        return [ask(one, prompt) for prompt in PROMPTS]
+    with service(run_dir, "--context", "1000", "--workers", "1", "--threads", "1") as service_of_one:
+        return [ask(service_of_one, prompt) for prompt in PROMPTS]
 
 
 @pytest.fixture
 def served(run_dir: Path) -> Iterator[Service]:
     options = ("--context", "1000", "--workers", "prefill:1,decode:1", "--threads", "1", "--pages", "nixl")
-    with service(run_dir, *options) as one:
-        until(one.whole)
-        yield one
+    with service(run_dir, *options) as running:
+        until(running.all_ready)
+        yield running
 
 
 def agent_of(pid: int) -> int:
     """The process of a worker's agent."""
-    for one in os.listdir("/proc"):
-        if one.isdecimal():
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
             try:
-                parent = int(Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[1])
-                words = Path(f"/proc/{one}/cmdline").read_bytes()
+                parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
+                words = Path(f"/proc/{entry}/cmdline").read_bytes()
             except OSError:
                 continue
             if parent == pid and b"nixl_agent" in words:
-                return int(one)
+                return int(entry)
     return 0
 
 
@@ -104,7 +104,7 @@ def test_killed_agents_and_a_killed_source_change_no_token(
         served.send(1, signal.SIGCONT)
         assert answer.result() == by_one_worker[1]
     until(lambda: not Path(f"/proc/{agent}").exists())
-    until(served.whole)
+    until(served.all_ready)
     before = served.count("phalanx_pages_over_nixl_total")
     assert ask(served, PROMPTS[2]) == by_one_worker[2]
     until(lambda: served.count("phalanx_pages_over_nixl_total") > before)  # all agents are there again

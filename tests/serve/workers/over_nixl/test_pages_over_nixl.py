@@ -49,7 +49,7 @@ def agents() -> Iterator[tuple[AgentProcess, AgentProcess]]:
 
 @pytest.fixture
 def source(agents: tuple[AgentProcess, AgentProcess]) -> AgentProcess:
-    until(lambda: all(_there(one) for one in agents))
+    until(lambda: all(map(_there, agents)))
     return agents[0]
 
 
@@ -74,12 +74,12 @@ def serving(nixl: AgentProcess | None, pages: dict[bytes, bytes] = PAGES) -> Ite
         server.close()
 
 
-def asked(server: PageServer, reader: AgentProcess, names: Sequence[bytes] = NAMES) -> Pulled:
+def pulled(server: PageServer, reader: AgentProcess, names: Sequence[bytes] = NAMES) -> Pulled:
     return pull("127.0.0.1", server.port, "token", IDENTITY, 7, names, within_s=60.0, nixl=reader)
 
 
 def after_first_read(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
-    """Has something happen between two runs of pages."""
+    """Call ``happens`` between two runs of pages."""
     read, runs = AgentProcess.read, []
 
     def watched(self: AgentProcess, *args: object) -> None:
@@ -96,7 +96,7 @@ def test_pages_come_over_nixl_as_they_were_offered(
     source: AgentProcess, reader: AgentProcess, names: tuple[bytes, ...]
 ) -> None:
     with serving(source) as server:
-        got = asked(server, reader, names)
+        got = pulled(server, reader, names)
     assert got == Pulled({name: bytearray(PAGES[name]) for name in names}, "", "nixl", "", len(names))
     assert tuple(got.pages) == names
 
@@ -106,7 +106,7 @@ def test_small_pages_come_in_one_run_and_nothing_of_the_staging_stays_taken(
 ) -> None:
     small = {name: page[:10_000] for name, page in PAGES.items()}
     with serving(source, small) as server:
-        assert asked(server, reader).pages == small
+        assert pulled(server, reader).pages == small
     until(lambda: source.staging.take(STAGING_BYTES))
     source.staging.give_back(StagingRange(0, STAGING_BYTES))
     with reader.staging.stretches(1, STAGING_BYTES):
@@ -121,21 +121,21 @@ def test_a_page_whose_bytes_were_damaged_and_all_behind_it_are_left_to_be_comput
     lay, laid = Laying.lay, []
 
     def spoiling(self: Laying, pages: Sequence[tuple[bytes, bytes]]) -> object:
-        said = lay(self, pages)
-        assert isinstance(said, Laid)
+        layout = lay(self, pages)
+        assert isinstance(layout, Laid)
         place = damaged - len(laid)
         laid.extend(pages)
         if 0 <= place < len(pages):
-            start = said.address - said.agent.address + place * PAGE_BYTES
+            start = layout.address - layout.agent.address + place * PAGE_BYTES
             source.staging.view(StagingRange(start, PAGE_BYTES))[PAGE_BYTES // 2] ^= 1
-        return said
+        return layout
 
     monkeypatch.setattr(Laying, "lay", spoiling)
     offered = OfferedPages(60.0, share=False)
     offered.offer(7, PAGES)
     server = PageServer(offered, IDENTITY, "token", nixl=source)
     try:
-        got = asked(server, reader)
+        got = pulled(server, reader)
     finally:
         server.close()
     assert got.pages == {name: PAGES[name] for name in NAMES[:damaged]}
@@ -149,14 +149,14 @@ def test_pages_of_a_worker_whose_agent_is_killed_come_through_the_socket_and_lat
     with monkeypatch.context() as patch:
         after_first_read(patch, lambda: _kill(source))
         with serving(source) as server:
-            got = asked(server, reader)
+            got = pulled(server, reader)
     assert (got.pages, got.failure, got.way) == (PAGES, "", "socket")
     assert 2 <= got.over_nixl < len(PAGES)
     assert got.unreached
     until(lambda: _there(source))
     assert source.agent().name != first.name
     with serving(source) as server:
-        assert asked(server, reader).way == "nixl"
+        assert pulled(server, reader).way == "nixl"
 
 
 def _kill(process: AgentProcess) -> None:
@@ -169,7 +169,7 @@ def test_pages_come_through_the_socket_when_the_readers_own_agent_is_killed(
 ) -> None:
     after_first_read(monkeypatch, lambda: _kill(reader))
     with serving(source) as server:
-        got = asked(server, reader)
+        got = pulled(server, reader)
     assert (got.pages, got.failure, got.way, got.over_nixl) == (PAGES, "", "socket", 2)
     assert "its process was killed by SIGKILL" in got.unreached
 
@@ -180,7 +180,7 @@ def test_an_agent_that_stands_still_is_ended_and_pages_come_through_the_socket(
     pid = reader.pid
     os.kill(pid, signal.SIGSTOP)
     with serving(source) as server:
-        got = asked(server, reader)
+        got = pulled(server, reader)
     assert (got.pages, got.failure, got.way, got.over_nixl) == (PAGES, "", "socket", 0)
     assert "does not answer" in got.unreached
     until(lambda: _there(reader) and reader.pid != pid)
@@ -190,17 +190,17 @@ def test_a_worker_without_an_agent_and_one_without_room_send_pages_through_the_s
     source: AgentProcess, reader: AgentProcess
 ) -> None:
     with serving(None) as server:
-        got = asked(server, reader)
+        got = pulled(server, reader)
     assert (got.pages, got.way) == (PAGES, "socket")
     assert "offers nothing over NIXL" in got.unreached
     for full in (source, reader):
         with full.staging.stretches(1, STAGING_BYTES), serving(source) as server:
-            got = asked(server, reader)
+            got = pulled(server, reader)
         assert (got.pages, got.failure, got.way) == (PAGES, "", "socket")
         assert "are not free" in got.unreached
 
 
-def test_what_an_agent_cannot_read_is_an_error_and_the_next_reading_goes_well(
+def test_memory_that_an_agent_cannot_read_is_an_error_and_the_next_read_succeeds(
     source: AgentProcess, reader: AgentProcess
 ) -> None:
     there = source.agent()
@@ -211,7 +211,7 @@ def test_what_an_agent_cannot_read_is_an_error_and_the_next_reading_goes_well(
     with reader.staging.stretches(1, 4096) as (into,), pytest.raises(Exception, match="did not bring"):
         reader.read(there, outside, into, 1, 4096, 5.0)
     with serving(source) as server:
-        assert asked(server, reader).way == "nixl"
+        assert pulled(server, reader).way == "nixl"
 
 
 SOURCE = """

@@ -1,4 +1,4 @@
-"""Memory that a worker shares with the process of its NIXL agent, and what is done where there is no NIXL."""
+"""Memory that a worker shares with the process of its NIXL agent, and the refusals on machines without NIXL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx_serve.workers.page_wire import NotLaid
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 30_000)), max_size=40))
-def test_no_two_stretches_that_are_taken_lie_over_each_other(steps: list[tuple[bool, int]]) -> None:
+def test_no_two_stretches_that_are_taken_overlap(steps: list[tuple[bool, int]]) -> None:
     staging, taken = Staging(100_000), list[StagingRange]()
     for gives, number in steps:
         if gives and taken:
@@ -32,14 +32,17 @@ def test_no_two_stretches_that_are_taken_lie_over_each_other(steps: list[tuple[b
         try:
             taken.append(staging.take(number))
         except NixlError:
-            # No multiple of a page of memory has room behind it.
+            # There is no room behind any multiple of a page of memory.
             assert not any(
-                all(start + number <= one.start or one.start + one.nbytes <= start for one in taken)
+                all(
+                    start + number <= stretch.start or stretch.start + stretch.nbytes <= start
+                    for stretch in taken
+                )
                 for start in range(0, 100_001 - number, 4096)
             )
-        ordered = sorted(taken, key=lambda one: one.start)
-        assert all(one.start + one.nbytes <= after.start for one, after in pairwise(ordered))
-        assert all(one.start >= 0 and one.start + one.nbytes <= 100_000 for one in taken)
+        ordered = sorted(taken, key=lambda stretch: stretch.start)
+        assert all(stretch.start + stretch.nbytes <= after.start for stretch, after in pairwise(ordered))
+        assert all(stretch.start >= 0 and stretch.start + stretch.nbytes <= 100_000 for stretch in taken)
 
 
 def test_stretches_are_free_again_after_their_block_and_more_than_there_is_is_refused() -> None:
@@ -53,13 +56,13 @@ def test_stretches_are_free_again_after_their_block_and_more_than_there_is_is_re
     assert staging.take(100_000) == StagingRange(0, 100_000)
 
 
-def test_a_worker_without_nixl_lays_nothing_and_says_so() -> None:
+def test_a_worker_without_nixl_lays_nothing_and_returns_the_reason() -> None:
     laying = Laying(None)
     assert laying.lay([(b"page", b"digest")]) == NotLaid("it offers nothing over NIXL")
     laying.close()
 
 
-def test_nixl_that_is_not_installed_is_told_with_the_command_that_installs_it(
+def test_the_error_on_nixl_that_is_not_installed_has_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nixl_client, "find_spec", lambda _: None)
@@ -67,7 +70,7 @@ def test_nixl_that_is_not_installed_is_told_with_the_command_that_installs_it(
         require_installed()
 
 
-def test_nixl_that_cannot_be_loaded_is_told_with_its_reason(
+def test_the_error_on_nixl_that_cannot_be_loaded_has_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "nixl").mkdir()
