@@ -1,4 +1,4 @@
-"""More connections than the gateway may hold: idle ones give way, and where all ask for something the others are told so."""
+"""More connections than the gateway may hold: idle ones give way, and if all have requests the others get an error."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def running(
     )
     server = DrainingServer(gateway, 0.0, tell)
     with closing(listen("127.0.0.1", 0)) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what is not read waits in the server
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # unread bytes wait in the server
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:
@@ -66,84 +66,89 @@ def running(
             thread.join()
 
 
-def connected(port: int, said: bytes = b"") -> socket.socket:
-    one = socket.create_connection(("127.0.0.1", port), timeout=60)
-    one.sendall(said)
-    return one
+def connected(port: int, sent: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    connection.sendall(sent)
+    return connection
 
 
-def ask(one: socket.socket, path: str, body: bytes = b"") -> tuple[int, bytes]:
+def ask(connection: socket.socket, path: str, body: bytes = b"") -> tuple[int, bytes]:
     """Status and body of an answer."""
     kind = b"POST" if body else b"GET"
     head = b"%b %b HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    one.sendall(head % (kind, path.encode(), len(body)) + body)
+    connection.sendall(head % (kind, path.encode(), len(body)) + body)
     answer = b""
     while b"\r\n\r\n" not in answer:
-        answer += one.recv(4096)
+        answer += connection.recv(4096)
     head, _, rest = answer.partition(b"\r\n\r\n")
     length = next(
         int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
     )
     while len(rest) < length:
-        rest += one.recv(4096)
+        rest += connection.recv(4096)
     return int(head.split()[1]), rest
 
 
-def ended(one: socket.socket) -> bool:
-    """Whether the server has ended the connection."""
-    one.settimeout(0.2)
+def await_end(connection: socket.socket) -> None:
+    """Wait until the server has ended the connection."""
+    with suppress(ConnectionError):
+        assert connection.recv(1) == b""
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Return True if the server has not ended the connection so far."""
+    connection.setblocking(False)
     try:
-        return one.recv(1) == b""
-    except TimeoutError:
-        return False
-    except ConnectionError:
+        return connection.recv(1) != b""
+    except BlockingIOError:
         return True
-    finally:
-        one.settimeout(60)
+    except ConnectionError:
+        return False
 
 
 TEXT = json.dumps({"model": "run", "prompt": "a", "max_tokens": 1}).encode()
 
 
-@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHo"], ids=["silent", "half a head"])
-def test_a_connection_that_has_asked_for_nothing_for_the_longest_time_gives_way(begun: bytes) -> None:
+@pytest.mark.parametrize("first_bytes", [b"", b"GET /health HTTP/1.1\r\nHo"], ids=["silent", "half a head"])
+def test_the_connection_that_has_been_idle_for_the_longest_time_gives_way(first_bytes: bytes) -> None:
     with served() as port, ExitStack() as stack:
-        idle = [stack.enter_context(connected(port, begun)) for _ in range(MOST)]
+        idle = [stack.enter_context(connected(port, first_bytes)) for _ in range(MOST)]
         used = stack.enter_context(connected(port))
         assert ask(used, "/v1/completions", TEXT)[0] == 200
-        assert [ended(one) for one in idle] == [True, False, False, False]
+        await_end(idle[0])
+        assert all(map(is_open, idle[1:]))
         for _ in range(10 * MOST):  # a flood ends the other idle ones, and each time the one that came first
             stack.enter_context(connected(port))
         late = stack.enter_context(connected(port))
         assert ask(late, "/v1/completions", TEXT)[0] == 200
-        assert ended(used)
+        await_end(used)
 
 
-def test_where_all_connections_have_requests_others_hear_that_and_health_is_told() -> None:
+def test_if_all_connections_have_requests_others_get_an_error_and_health_is_answered() -> None:
     with served() as port, ExitStack() as stack:
         for _ in range(MOST):
-            one = stack.enter_context(connected(port, UNFINISHED))
-            assert one.recv(100).startswith(b"HTTP/1.1 100")  # the gateway waits for the body
-        for _ in range(200):  # silent ones beyond the limit keep nobody from being told
+            connection = stack.enter_context(connected(port, UNFINISHED))
+            assert connection.recv(100).startswith(b"HTTP/1.1 100")  # the gateway waits for the body
+        for _ in range(200):  # silent ones beyond the limit keep no other from its answer
             stack.enter_context(connected(port))
         for path, status in (("/health", 200), ("/ready", 200)):
-            with connected(port) as one:
-                assert ask(one, path)[0] == status
-        with connected(port) as one:
-            status, said = ask(one, "/v1/completions", TEXT)
-            assert (status, json.loads(said)["error"]["code"]) == (503, "overloaded")
-            assert f"all {MOST} connections" in json.loads(said)["error"]["message"]
-            assert one.recv(1) == b""
+            with connected(port) as connection:
+                assert ask(connection, path)[0] == status
+        with connected(port) as connection:
+            status, body = ask(connection, "/v1/completions", TEXT)
+            assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")
+            assert f"all {MOST} connections" in json.loads(body)["error"]["message"]
+            assert connection.recv(1) == b""
 
 
-def test_a_body_that_is_too_long_is_refused_in_words_however_much_of_it_still_comes() -> None:
-    with served() as port, connected(port) as one:
-        status, said = ask(one, "/v1/completions", b" " * (24 << 20))
-        assert (status, json.loads(said)["error"]["message"]) == (
+def test_a_body_that_is_too_long_is_refused_with_a_message_even_if_much_of_it_is_still_to_come() -> None:
+    with served() as port, connected(port) as connection:
+        status, body = ask(connection, "/v1/completions", b" " * (24 << 20))
+        assert (status, json.loads(body)["error"]["message"]) == (
             413,
             "the body is longer than 8388608 bytes",
         )
-        assert ask(one, "/v1/completions", TEXT)[0] == 200
+        assert ask(connection, "/v1/completions", TEXT)[0] == 200
 
 
 def test_a_body_beyond_the_bytes_of_all_bodies_is_refused_until_another_request_ends() -> None:
@@ -151,8 +156,8 @@ def test_a_body_beyond_the_bytes_of_all_bodies_is_refused_until_another_request_
         with connected(port, UNFINISHED) as unfinished, connected(port) as other:
             unfinished.sendall(b" " * 60)
             until(lambda: ask(other, "/v1/completions", TEXT)[0] == 503)
-            status, said = ask(other, "/v1/completions", TEXT)
-            assert (status, json.loads(said)["error"]["code"]) == (503, "overloaded")
+            status, body = ask(other, "/v1/completions", TEXT)
+            assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")
         with connected(port) as other:
             until(lambda: ask(other, "/v1/completions", TEXT)[0] == 200)
 
@@ -176,26 +181,26 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_no_http_request_is_refused_as_all_others_are(name: str) -> None:
-    sent, status, why = MALFORMED[name]
+def test_malformed_requests_are_refused_in_the_same_form_as_others(name: str) -> None:
+    sent, status, reason = MALFORMED[name]
     with running() as (server, port):
-        with connected(port, sent) as one:
+        with connected(port, sent) as connection:
             answer = b""
-            while more := one.recv(4096):
+            while more := connection.recv(4096):
                 answer += more
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 %d " % status)
         assert b"\r\ncontent-type: application/json\r\n" in head.lower()
         error = json.loads(body)["error"]
-        assert error["message"].startswith(f"what was sent is no HTTP request: {why}")
+        assert error["message"].startswith(f"what was sent is no HTTP request: {reason}")
         assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, None)
-        with connected(port) as one:
-            assert ask(one, "/v1/completions", TEXT)[0] == 200
-            assert f'status="{status}"' in ask(one, "/metrics")[1].decode()
+        with connected(port) as connection:
+            assert ask(connection, "/v1/completions", TEXT)[0] == 200
+            assert f'status="{status}"' in ask(connection, "/metrics")[1].decode()
         assert not server.limiter.refused
 
 
-def test_what_follows_a_body_with_two_ends_is_no_request() -> None:
+def test_bytes_behind_a_body_with_two_ends_are_no_request() -> None:
     head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 40\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     with running() as (_, port), connected(port, head + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n") as client:
         answer = b""
@@ -206,14 +211,14 @@ def test_what_follows_a_body_with_two_ends_is_no_request() -> None:
         assert answer.count(b"HTTP/1.1 ") == 1
 
 
-def test_what_is_wrong_behind_an_answer_ends_the_connection_and_is_no_defect(
+def test_malformed_bytes_behind_an_answer_end_the_connection_and_are_no_defect(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     head = b"POST /nowhere HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with running() as (_, port), connected(port, head) as one:
-        assert one.recv(4096).startswith(b"HTTP/1.1 404 ")
-        one.sendall(b"no length\r\n")
-        while one.recv(4096):
+    with running() as (_, port), connected(port, head) as connection:
+        assert connection.recv(4096).startswith(b"HTTP/1.1 404 ")
+        connection.sendall(b"no length\r\n")
+        while connection.recv(4096):
             pass
         with connected(port) as other:
             assert ask(other, "/health")[0] == 200
@@ -222,30 +227,33 @@ def test_what_is_wrong_behind_an_answer_ends_the_connection_and_is_no_defect(
 
 def test_a_connection_without_a_whole_head_ends_after_a_while() -> None:
     with served(head_s=0.3) as port, connected(port) as silent, connected(port, b"GET /hea") as slow:
-        for one in (silent, slow):
-            assert one.recv(1) == b""
+        for connection in (silent, slow):
+            assert connection.recv(1) == b""
 
 
-ASKED = b"GET /metrics HTTP/1.1\r\nHost: a\r\n"
+METRICS_REQUEST = b"GET /metrics HTTP/1.1\r\nHost: a\r\n"
 
 
 @pytest.mark.parametrize(
-    ("asked", "times"),
-    [((ASKED + b"\r\n") * 40, {"reader_s": 0.2}), (ASKED + b"Connection: close\r\n\r\n", {"head_s": 0.2})],
+    ("requests", "times"),
+    [
+        ((METRICS_REQUEST + b"\r\n") * 40, {"reader_s": 0.2}),
+        (METRICS_REQUEST + b"Connection: close\r\n\r\n", {"head_s": 0.2}),
+    ],
     ids=["while more are to come", "the last one"],
 )
 def test_a_connection_whose_answers_are_left_unread_ends_after_a_while(
-    asked: bytes, times: dict[str, float]
+    requests: bytes, times: dict[str, float]
 ) -> None:
     with running(**times) as (server, port), ExitStack() as stack:  # type: ignore[arg-type]
         while not server.server_state.total_requests:
-            one = stack.enter_context(socket.socket())
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            one.connect(("127.0.0.1", port))
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.connect(("127.0.0.1", port))
             with suppress(OSError):
-                one.sendall(asked)
+                connection.sendall(requests)
             end = select.poll()
-            end.register(one, select.POLLRDHUP)
+            end.register(connection, select.POLLRDHUP)
             # On a busy machine the head may come too late: it is sent again, over another connection.
             while not server.server_state.total_requests and not end.poll(10):
                 pass
@@ -253,24 +261,24 @@ def test_a_connection_whose_answers_are_left_unread_ends_after_a_while(
             time.sleep(0.01)
 
 
-def test_a_request_whose_body_has_not_come_when_the_server_ends_is_told_so_and_is_no_defect() -> None:
-    with running() as (server, port), connected(port, UNFINISHED) as one:
-        assert one.recv(100).startswith(b"HTTP/1.1 100")
+def test_a_request_whose_body_has_not_come_when_the_server_ends_gets_an_error_and_is_no_defect() -> None:
+    with running() as (server, port), connected(port, UNFINISHED) as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 100")
         server.handle_exit(signal.SIGTERM, None)
-        answer = one.recv(4096)
-        while more := one.recv(4096):
+        answer = connection.recv(4096)
+        while more := connection.recv(4096):
             answer += more
     assert b" 503 " in answer
     assert b"about to end" in answer
 
 
-def test_a_server_whose_words_nobody_takes_ends_all_the_same() -> None:
+def test_a_server_whose_messages_cannot_be_written_still_ends() -> None:
     def full(_: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with running(tell=full) as (server, port):
-        with connected(port) as one:
-            assert ask(one, "/health")[0] == 200
+        with connected(port) as connection:
+            assert ask(connection, "/health")[0] == 200
         server.handle_exit(signal.SIGTERM, None)
         while not server.should_exit:
             time.sleep(0.01)
@@ -278,24 +286,24 @@ def test_a_server_whose_words_nobody_takes_ends_all_the_same() -> None:
 
 def test_a_second_signal_ends_the_server_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with running() as (server, port):
-        with connected(port) as one:
-            assert ask(one, "/health")[0] == 200
+        with connected(port) as connection:
+            assert ask(connection, "/health")[0] == 200
         server.handle_exit(signal.SIGINT, None)
         server.handle_exit(signal.SIGINT, None)
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("allowed", "held"), [(600, range(300, 345)), (100, range(1, 2))])
-def test_as_many_connections_are_held_as_files_may_be_open_beside_those_that_are_kept_back(
-    allowed: int, held: range
-) -> None:
+@pytest.mark.parametrize(("allowed", "expected"), [(600, range(300, 345)), (100, range(1, 2))])
+def test_the_limit_of_connections_is_that_of_open_files_less_a_reserve(allowed: int, expected: range) -> None:
     program = (
         "import resource\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {allowed}))\n"
         "from phalanx_serve.http.limits import connections\n"
         "print(connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    connections, limit = map(int, said.split())
-    assert connections in held
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    connections, limit = map(int, printed.split())
+    assert connections in expected
     assert limit == allowed
