@@ -1,4 +1,4 @@
-"""Starts ``phalanx serve --workers`` in a process of its own, and knows its workers' processes from what it prints."""
+"""Start ``phalanx serve --workers`` in a process of its own, with the processes of its workers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from typing import Any
 
 import httpx
 
+from phalanx_process import alive
+
 PATIENCE_S = 250.0
+NO_PROCESS = -1
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    """What the condition gives once it holds."""
+    """Wait until the condition holds, and return its value."""
     end = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < end
         time.sleep(0.02)
-    return found
+    return value
 
 
 class Service:
@@ -42,18 +45,18 @@ class Service:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            said = json.loads(line)
-            if said["event"] == "worker-ready":
-                self.pids[said["worker"]] = said["pid"]
-            self.lines.append(said)
-            self.url = said.get("url", self.url)
+            event = json.loads(line)
+            if event["event"] == "worker-ready":
+                self.pids[event["worker"]] = event["pid"]
+            self.lines.append(event)
+            self.url = event.get("url", self.url)
 
-    def begun(self) -> bool:
-        """Whether it takes requests, or has ended."""
+    def has_begun(self) -> bool:
+        """Return True if it takes requests, or has ended."""
         return bool(self.url) or self.process.poll() is not None
 
     def workers(self) -> list[dict[str, Any]]:
-        """Its workers, as /health tells them."""
+        """Its workers, from /health."""
         return list(httpx.get(self.url.replace("/v1", "/health"), timeout=100).json()["workers"])
 
     def busy(self, role: str) -> int | None:
@@ -63,14 +66,20 @@ class Service:
     def busy_process(self, role: str) -> int | None:
         """The process of a worker of a role that has a job."""
         number = self.busy(role)
-        return None if number is None else self.pids[number]
+        return None if number is None else self.pids.get(number)
 
-    def whole(self) -> bool:
-        """Whether all workers are ready."""
-        return all(worker["state"] == "ready" for worker in self.workers())
+    def all_ready(self) -> bool:
+        """Return True if all workers are ready, each in the process that was reported last.
+
+        The router may not have noticed yet that a process was killed, and the line on a new one may still be unread.
+        """
+        return all(
+            worker["state"] == "ready" and alive(self.pids.get(worker["number"], NO_PROCESS))
+            for worker in self.workers()
+        )
 
     def send(self, worker: int, sig: signal.Signals) -> None:
-        """Sends a signal to a worker's process."""
+        """Send a signal to a worker's process."""
         os.kill(self.pids[worker], sig)
 
     def count(self, name: str) -> float:
@@ -86,7 +95,7 @@ def service(run: Path, *options: str) -> Iterator[Service]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     served = Service(process)
     try:
-        until(served.begun)
+        until(served.has_begun)
         yield served
     finally:
         if process.poll() is None:
