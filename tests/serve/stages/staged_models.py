@@ -39,15 +39,17 @@ def token_file(folder: Path, text: str = TOKEN, mode: int = 0o600) -> Path:
 
 
 def staged(
-    run: Path, count: int, other_run: Path | None = None, said: list[str] | None = None, **options: object
+    run: Path, count: int, other_run: Path | None = None, notices: list[str] | None = None, **options: object
 ) -> OpenedEngine:
-    """The engine of stages that join over the loopback, as from other machines, whenever it waits for them; they end with its connections. What else it
-    tells is ``said``."""
+    """The engine of stages that join over the loopback, as from other machines, whenever it waits for them.
 
-    def tell(text: str) -> None:
+    They end with its connections. Its other messages are appended to ``notices``.
+    """
+
+    def report(text: str) -> None:
         if not text.startswith("waiting"):
-            assert said is not None, text
-            said.append(text)
+            assert notices is not None, text
+            notices.append(text)
             return
         port = int(text.split(":")[1].split()[0])
         task = StageTask("127.0.0.1", port, TOKEN, -1)
@@ -56,7 +58,7 @@ def staged(
 
     file = token_file(run.parent)
     at = {"stages_at": "127.0.0.1:0", "token_file": str(file)}
-    return open_engine(served(run, **{"stages": count, **at, **options}), tell)
+    return open_engine(served(run, **{"stages": count, **at, **options}), report)
 
 
 def shared(run: Path, shares: int, **options: object) -> OpenedEngine:

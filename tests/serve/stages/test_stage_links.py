@@ -1,4 +1,4 @@
-"""A connection to a process that has a part of a model tells whether it is there, and who may have one."""
+"""Connections to processes that have a part of a model: detection of their end or silence, and admission."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ def linked() -> tuple[StageLink, StageLink]:
         return StageLink(listener.accept()[0], TOKEN, "server", "here"), stage.result()
 
 
-def test_a_stage_that_ends_while_nothing_is_asked_is_noticed() -> None:
+def test_a_stage_that_ends_without_a_request_is_noticed() -> None:
     here, there = linked()
     far = FarStages([FarStage(1, range(3, 5), here)], DENSE, 3)
-    there.send(m.StageHeartbeat())  # what waits to be read is no end
+    there.send(m.StageHeartbeat())  # an unread message is no end
     assert far.trouble() == ""
     there.close()
     assert "stage 1 (layers 3 to 4, here) of the model is gone" in until(far.trouble)
 
 
-def test_whether_a_stage_is_there_is_told_without_waiting_for_what_another_thread_hears(
+def test_the_check_for_an_end_does_not_wait_for_a_message_that_another_thread_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here, there = linked()
-    monkeypatch.setattr(StageLink, "_readable", lambda _: True)  # what came was heard in between
+    monkeypatch.setattr(
+        StageLink, "_readable", lambda _: True
+    )  # another thread has read the message in between
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(here.ended)
+        check = pool.submit(here.ended)
         try:
-            assert asked.result(60) is False
+            assert check.result(60) is False
         finally:
             there.close()
     assert until(here.ended)
 
 
-def test_what_a_stage_says_before_it_ends_is_heard_first() -> None:
+def test_a_message_that_a_stage_sends_before_it_ends_is_received_first() -> None:
     here, there = linked()
     there.send(m.StageUnable("no room"))
     there.close()
@@ -60,31 +62,31 @@ def test_what_a_stage_says_before_it_ends_is_heard_first() -> None:
     assert until(here.ended)
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_process_that_gives_no_sign_of_life_is_given_up_with_what_to_do(asked: bool) -> None:
+@pytest.mark.parametrize("with_request", [False, True])
+def test_a_process_that_gives_no_sign_of_life_is_given_up_with_what_to_do(with_request: bool) -> None:
     (stage, still), (share, still_too) = linked(), linked()
-    for one in (stage, share):
-        one.expect_life(0.2)
+    for link in (stage, share):
+        link.expect_life(0.2)
     stages = FarStages([FarStage(1, range(3, 5), stage)], DENSE, 3)
     shares = FarShares([FarShare(Share(1, 2), share)], DENSE)
-    if asked:
+    if with_request:
         for far in (stages, shares):
             with pytest.raises(PartLostError, match=r"no sign of life for 0.2 s .*start the server again"):
                 far.hold(3)
     assert "stage 1" in until(stages.trouble)
     assert "share 1 of 2" in until(shares.trouble)
-    for said in (stages.trouble(), shares.trouble()):
-        assert "no sign of life for 0.2 s (--stage-timeout)" in said
-    for one in (still, still_too):  # connected to the end
-        one.close()
+    for reason in (stages.trouble(), shares.trouble()):
+        assert "no sign of life for 0.2 s (--stage-timeout)" in reason
+    for link in (still, still_too):  # connected to the end
+        link.close()
 
 
-def test_who_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = linked()
     here.expect_life(30.0)
-    for said in (m.StageHeartbeat(), m.StageHeartbeat(), m.PagesAllocated()):
-        there.send(said)
-    # What came meanwhile is read long after it was asked for, the answer behind signs of life.
+    for message in (m.StageHeartbeat(), m.StageHeartbeat(), m.PagesAllocated()):
+        there.send(message)
+    # The messages are read long after the request, the answer behind heartbeats.
     assert here.receive(m.FROM_STAGE, longest_s=0.0) == m.PagesAllocated()
 
     now = [0.0]
@@ -108,15 +110,15 @@ def test_who_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.timeout(60)
-def test_strangers_keep_no_stage_waiting_and_one_that_has_left_is_none() -> None:
+def test_strangers_keep_no_stage_waiting_and_a_stage_that_has_left_does_not_count() -> None:
     door = Door(socket.create_server(("127.0.0.1", 0)), TOKEN, proof_timeout_s=3600.0)
     at = door.listener.getsockname()
 
     def joined(number: int, token: str = TOKEN) -> StageLink:
         connection = socket.create_connection(at)
-        one = StageLink(connection, token, "client", "there", proof_timeout_s=3600.0)
-        one.send(m.Here(number, 1))
-        return one
+        link = StageLink(connection, token, "client", "there", proof_timeout_s=3600.0)
+        link.send(m.Here(number, 1))
+        return link
 
     strangers = [socket.create_connection(at) for _ in range(80)]
     strangers[1].sendall(b"\xff" * 4000)
@@ -126,9 +128,9 @@ def test_strangers_keep_no_stage_waiting_and_one_that_has_left_is_none() -> None
             joined(9, "a token of another server")
         joined(7).close()
         stages = [joined(2), joined(1)]
-        found = admitted.result()
-    for one in found:
-        one.send(m.Hold(5))
-    assert [one.receive(m.TO_STAGE) for one in stages] == [m.Hold(5)] * 2
-    for one in (*strangers, *stages, *found):
-        one.close()
+        admitted_links = admitted.result()
+    for link in admitted_links:
+        link.send(m.Hold(5))
+    assert [link.receive(m.TO_STAGE) for link in stages] == [m.Hold(5)] * 2
+    for link in (*strangers, *stages, *admitted_links):
+        link.close()

@@ -1,4 +1,4 @@
-"""What a model in several processes cannot be, and who cannot join one, is refused with what to do."""
+"""Impossible divisions of a model among processes, and processes that cannot join one, are refused with what to do."""
 
 from __future__ import annotations
 
@@ -45,35 +45,35 @@ def damaged_run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [{}, {"stages": 1, "tensor": 2}], ids=["layers", "shares"])
-def test_a_newest_step_that_is_damaged_is_passed_over_aloud_unless_it_was_asked_for(
+def test_a_newest_step_that_is_damaged_is_skipped_with_a_notice_unless_it_was_requested(
     tmp_path: Path, options: dict[str, object]
 ) -> None:
     run = damaged_run(tmp_path)
     with pytest.raises((CheckpointError, ServeError), match="rank-00000"):
         staged(run, 2, step=3, **options)
-    said: list[str] = []
-    assert staged(run, 2, said=said, **options).step == 1
-    (passed,) = said
-    assert passed.startswith("step 3 cannot be read and is skipped: ")
-    assert "rank-00000.safetensors" in passed
+    notices: list[str] = []
+    assert staged(run, 2, notices=notices, **options).step == 1
+    (notice,) = notices
+    assert notice.startswith("step 3 cannot be read and is skipped: ")
+    assert "rank-00000.safetensors" in notice
 
 
-def test_a_newest_step_that_only_another_process_finds_damaged_is_passed_over_by_all(
+def test_a_newest_step_that_only_another_process_finds_damaged_is_skipped_by_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, said = damaged_run(tmp_path), list[str]()
-    whole = make_run(tmp_path / "whole", KINDS["dense"], (1, 3))
-    monkeypatch.setattr(opened, "restored_part", lambda _, *given: restored_part(whole, *given))
-    assert staged(run, 2, said=said).step == 1
-    (passed,) = said
-    assert passed.startswith("step 3 cannot be read and is skipped: stage 1 ")
+    run, notices = damaged_run(tmp_path), list[str]()
+    undamaged = make_run(tmp_path / "undamaged", KINDS["dense"], (1, 3))
+    monkeypatch.setattr(opened, "restored_part", lambda _, *arguments: restored_part(undamaged, *arguments))
+    assert staged(run, 2, notices=notices).step == 1
+    (notice,) = notices
+    assert notice.startswith("step 3 cannot be read and is skipped: stage 1 ")
 
 
-def test_trouble_that_is_not_of_the_newest_steps_bytes_passes_over_no_step(tmp_path: Path) -> None:
+def test_errors_other_than_damage_of_the_newest_step_skip_no_step(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", KINDS["dense"], (1, 3))
     short = make_run(tmp_path / "short", resolve(replace(DENSE, layers=2)), (1, 3))
     with pytest.raises(ServeError, match=r"stage 1 .* this run has 2 layers"):
-        staged(run, 2, short, said=[])
+        staged(run, 2, short, notices=[])
 
 
 def test_a_stage_whose_arithmetic_is_of_another_release_is_refused(
@@ -117,7 +117,7 @@ def test_processes_that_a_server_starts_divide_its_processors_unless_a_number_of
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"stages": 6}, "the model has 5 layers"),
         ({"drafts": 1}, "drafts nothing"),
@@ -128,16 +128,16 @@ def test_processes_that_a_server_starts_divide_its_processors_unless_a_number_of
         ({"stages_at": "a..b:7070"}, "'a..b' is no host"),
     ],
 )
-def test_what_stages_cannot_do_is_refused_with_what_to_do(
-    tmp_path: Path, options: dict[str, object], said: str
+def test_an_impossible_division_is_refused_with_what_to_do(
+    tmp_path: Path, options: dict[str, object], message: str
 ) -> None:
     run = make_run(tmp_path / "run", KINDS["dense"])
-    with pytest.raises(ServeError, match=said):
+    with pytest.raises(ServeError, match=message):
         open_engine(served(run, **{"stages": 2, "token_file": str(token_file(tmp_path)), **options}))
 
 
-def test_a_model_without_dense_layers_is_not_asked_for_their_width() -> None:
-    # model.ffn_dim has a value in every resolved model, which no layer may have.
+def test_a_model_without_dense_layers_needs_no_width_of_them() -> None:
+    # model.ffn_dim has a value in every resolved model, even if no layer has that width.
     moe = MoeSpec(experts=6, per_token=2, ffn_dim=48)
     spec = resolve(ModelSpec(layers=2, dim=96, heads=6, vocab_size=96, ffn_dim=200, moe=moe))
     require_shares(spec, 3)
@@ -146,44 +146,44 @@ def test_a_model_without_dense_layers_is_not_asked_for_their_width() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "said"),
+    ("text", "mode", "message"),
     [(TOKEN, 0o644, "others may read it"), ("short", 0o600, "holds 5 characters")],
 )
-def test_a_token_that_others_could_know_is_refused(tmp_path: Path, text: str, mode: int, said: str) -> None:
-    with pytest.raises(ServeError, match=said):
+def test_a_token_that_others_could_know_is_refused(
+    tmp_path: Path, text: str, mode: int, message: str
+) -> None:
+    with pytest.raises(ServeError, match=message):
         read_token(token_file(tmp_path, text, mode))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--stream --kv int8 --port 80", "leave out --port, --stream, --kv"),
         ("--pipeline 2", "leave out --pipeline"),
         ("", "--join a..b:1: 'a..b' is no host"),
     ],
 )
-def test_who_joins_is_told_which_options_say_nothing_to_a_stage(
-    tmp_path: Path, words: str, said: str
+def test_options_that_mean_nothing_to_a_stage_are_refused_by_name_when_it_joins(
+    tmp_path: Path, words: str, message: str
 ) -> None:
     ended = CliRunner().invoke(
         serve_command,
         [str(tmp_path), "--join", "a..b:1", "--token-file", str(token_file(tmp_path)), *words.split()],
     )
     assert ended.exit_code != 0
-    assert said in " ".join(ended.output.replace("\u2502", " ").split())
+    assert message in " ".join(ended.output.replace("\u2502", " ").split())
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--stage-timeout 60", "for the processes of --pipeline or --tensor"),
         ("--tensor 2 --stage-timeout inf", "not in the range"),
         ("--pipeline 2 --stage-timeout nan", "nan is no finite number"),
     ],
 )
-def test_a_time_after_which_processes_are_given_up_is_refused_where_it_says_nothing(
-    tmp_path: Path, words: str, said: str
-) -> None:
+def test_a_stage_timeout_that_has_no_effect_is_refused(tmp_path: Path, words: str, message: str) -> None:
     ended = CliRunner().invoke(serve_command, [str(tmp_path), *words.split()])
     assert ended.exit_code == 2
-    assert said in " ".join(ended.output.replace("\u2502", " ").split())
+    assert message in " ".join(ended.output.replace("\u2502", " ").split())

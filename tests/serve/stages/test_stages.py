@@ -50,16 +50,16 @@ def requests(count: int) -> list[Request]:
     ]
 
 
-def run_all(engine: Engine, asked: Sequence[Request]) -> dict[str, list[EngineOutput]]:
-    """What is told of requests of which one arrives before each step."""
-    told: dict[str, list[EngineOutput]] = {one.id: [] for one in asked}
-    waiting = list(asked)
+def run_all(engine: Engine, requests: Sequence[Request]) -> dict[str, list[EngineOutput]]:
+    """Outputs of requests of which one arrives before each step."""
+    outputs: dict[str, list[EngineOutput]] = {request.id: [] for request in requests}
+    waiting = list(requests)
     while waiting or engine.busy:
         if waiting:
             engine.submit(waiting.pop(0))
-        for one in engine.step():
-            told[one.request].append(one)
-    return told
+        for output in engine.step():
+            outputs[output.request].append(output)
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -72,43 +72,43 @@ def run_all(engine: Engine, asked: Sequence[Request]) -> dict[str, list[EngineOu
         pytest.param("window", 5, marks=pytest.mark.slow),
     ],
 )
-def test_stages_tell_what_one_process_tells_by_bits(tmp_path: Path, kind: str, stages: int) -> None:
+def test_stages_give_the_outputs_of_one_process_to_the_bit(tmp_path: Path, kind: str, stages: int) -> None:
     run = make_run(tmp_path / "run", KINDS[kind], seq_len=192)
-    whole, parted = open_engine(served(run)), staged(run, stages)
-    assert parted.identity == whole.identity
-    asked = requests(4)
-    assert run_all(paged(parted), asked) == run_all(paged(whole), asked)
-    # Of this one all pages are held.
-    again = [structs.replace(asked[-1], id="again", sampling=Sampling(seed=9))]
-    assert run_all(paged(parted), again) == run_all(paged(whole), again)
-    assert paged(parted).statistics().cached_tokens == paged(whole).statistics().cached_tokens > 0
+    undivided, parted = open_engine(served(run)), staged(run, stages)
+    assert parted.identity == undivided.identity
+    submitted = requests(4)
+    assert run_all(paged(parted), submitted) == run_all(paged(undivided), submitted)
+    # All pages of this request are in memory.
+    again = [structs.replace(submitted[-1], id="again", sampling=Sampling(seed=9))]
+    assert run_all(paged(parted), again) == run_all(paged(undivided), again)
+    assert paged(parted).statistics().cached_tokens == paged(undivided).statistics().cached_tokens > 0
 
 
 def test_texts_that_give_up_their_pages_and_pages_that_come_from_others_have_the_bits_of_one_process(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path / "run", KINDS["dense"], seq_len=192)
-    whole = paged(open_engine(served(run)))
-    asked = [structs.replace(one, prompt_logprobs=False) for one in requests(5)]
-    expected = run_all(whole, asked)
-    # A page of two of five layers, and as much again for the text's own, is what a process holds: five of them.
-    page = whole.page_bytes * 2 // 5
+    undivided = paged(open_engine(served(run)))
+    submitted = [structs.replace(request, prompt_logprobs=False) for request in requests(5)]
+    expected = run_all(undivided, submitted)
+    # A process has room for five pages of two of the five layers, and as much again for the text's own.
+    page = undivided.page_bytes * 2 // 5
     crowded = paged(staged(run, 3, memory_bytes=5 * 2 * page))
     assert crowded.pages()[1] == 5
-    assert {name: told[:-1] for name, told in run_all(crowded, asked).items()} == {
-        name: told[:-1] for name, told in expected.items()
+    assert {name: outputs[:-1] for name, outputs in run_all(crowded, submitted).items()} == {
+        name: outputs[:-1] for name, outputs in expected.items()
     }
     assert crowded.statistics().preempted > 0
-    names, fresh = page_names(asked[-1].prompt, whole.root), paged(staged(run, 3))
-    give(whole, fresh, names)
-    assert run_all(fresh, asked[-1:])[asked[-1].id][:-1] == expected[asked[-1].id][:-1]
+    names, fresh = page_names(submitted[-1].prompt, undivided.root), paged(staged(run, 3))
+    give(undivided, fresh, names)
+    assert run_all(fresh, submitted[-1:])[submitted[-1].id][:-1] == expected[submitted[-1].id][:-1]
     assert fresh.statistics().cached_tokens == len(names) * 64
-    # A page looks the same whoever has it, so it can go on to any other division of the model.
-    assert [fresh.read_page(name) for name in names] == [whole.read_page(name) for name in names]
+    # A page is the same in every division of the model, so it can move on to any other.
+    assert [fresh.read_page(name) for name in names] == [undivided.read_page(name) for name in names]
 
 
 def give(source: Engine, taker: Engine, names: list[bytes]) -> None:
-    """Gives pages of one engine to another, as workers do."""
+    """Give pages of one engine to another, as workers do."""
     assert source.held_pages(names) == names
     offered = OfferedPages()
     offered.offer(1, {name: source.read_page(name) for name in names})
@@ -126,12 +126,12 @@ def give(source: Engine, taker: Engine, names: list[bytes]) -> None:
 def test_a_part_has_the_weights_of_its_layers_alone(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", KINDS["tied"])
     parts = [restored_part(run, 1, layers, torch.float32)[0] for layers in divided(KINDS["tied"], 3)]
-    held = [{*part.state_dict()} for part in parts]
-    assert not held[0] & held[1]
-    assert not held[1] & held[2]
-    assert "embedding.weight" in held[0]
-    assert "head.weight" in held[2]
-    assert not any(name.startswith(("embedding", "head", "norm")) for name in held[1])
+    weight_names = [{*part.state_dict()} for part in parts]
+    assert not weight_names[0] & weight_names[1]
+    assert not weight_names[1] & weight_names[2]
+    assert "embedding.weight" in weight_names[0]
+    assert "head.weight" in weight_names[2]
+    assert not any(name.startswith(("embedding", "head", "norm")) for name in weight_names[1])
 
 
 @given(st.integers(1, 12), st.integers(1, 12))
@@ -154,9 +154,8 @@ def test_a_stage_that_is_gone_is_named_and_the_engine_computes_nothing_any_more(
     assert engine._far is not None
     engine._far.close()  # type: ignore[attr-defined]
     with pytest.raises(PartLostError, match=r"stage 1 \(layers 3 to 4, 127.0.0.1:\d+\) of the model is gone"):
-        [
-            engine.step() for _ in range(3)
-        ]  # of the steps that were under way, some may have been answered before
+        # Some of the steps that were under way may have been answered before.
+        [engine.step() for _ in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -170,31 +169,33 @@ def test_a_stage_that_is_gone_is_named_and_the_engine_computes_nothing_any_more(
         pytest.param("window", 2, "float32", marks=pytest.mark.slow),
     ],
 )
-def test_processes_that_share_each_layer_tell_what_one_tells_by_bits(
+def test_processes_that_share_each_layer_give_the_outputs_of_one_to_the_bit(
     tmp_path: Path, kind: str, shares: int, dtype: str
 ) -> None:
     run = make_run(tmp_path / "run", KINDS[kind], seq_len=192)
-    whole, parted = open_engine(served(run, dtype=dtype)), shared(run, shares, dtype=dtype)
-    assert parted.identity == whole.identity
-    asked = requests(4)
-    assert run_all(paged(parted), asked) == run_all(paged(whole), asked)
-    again = [structs.replace(asked[-1], id="again", sampling=Sampling(seed=9))]  # all its pages are held
-    assert run_all(paged(parted), again) == run_all(paged(whole), again)
-    assert paged(parted).statistics().cached_tokens == paged(whole).statistics().cached_tokens > 0
+    undivided, parted = open_engine(served(run, dtype=dtype)), shared(run, shares, dtype=dtype)
+    assert parted.identity == undivided.identity
+    submitted = requests(4)
+    assert run_all(paged(parted), submitted) == run_all(paged(undivided), submitted)
+    again = [
+        structs.replace(submitted[-1], id="again", sampling=Sampling(seed=9))
+    ]  # all its pages are in memory
+    assert run_all(paged(parted), again) == run_all(paged(undivided), again)
+    assert paged(parted).statistics().cached_tokens == paged(undivided).statistics().cached_tokens > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "latent mixture"])
 def test_shares_of_pages_come_back_in_the_place_of_those_given_up(tmp_path: Path, kind: str) -> None:
     run = make_run(tmp_path / "run", KINDS[kind], seq_len=192)
-    whole = paged(open_engine(served(run)))
-    asked = [structs.replace(one, prompt_logprobs=False) for one in requests(4)]
-    expected = run_all(whole, asked)
-    part = whole.page_bytes // (2 if kind == "dense" else 1)  # latents are whole in each process
+    undivided = paged(open_engine(served(run)))
+    submitted = [structs.replace(request, prompt_logprobs=False) for request in requests(4)]
+    expected = run_all(undivided, submitted)
+    part = undivided.page_bytes // (2 if kind == "dense" else 1)  # each process has the full latents
     crowded = paged(shared(run, 2, memory_bytes=4 * 2 * part))
     assert crowded.pages()[1] == 4
-    assert {name: told[:-1] for name, told in run_all(crowded, asked).items()} == {
-        name: told[:-1] for name, told in expected.items()
+    assert {name: outputs[:-1] for name, outputs in run_all(crowded, submitted).items()} == {
+        name: outputs[:-1] for name, outputs in expected.items()
     }
     assert crowded.statistics().preempted > 0
 
@@ -214,7 +215,7 @@ def test_pages_go_between_any_divisions_of_a_model_with_the_bits_of_one_process(
 ) -> None:
     spec = resolve(replace(KINDS[kind], head_dim=32)) if "kept" in options else KINDS[kind]
     run = make_run(tmp_path / "run", spec, seq_len=192)
-    (asked,) = [structs.replace(one, prompt_logprobs=False) for one in requests(5)[-1:]]
+    request = structs.replace(requests(5)[-1], prompt_logprobs=False)
     engines = [
         paged(opened)
         for opened in (
@@ -223,25 +224,25 @@ def test_pages_go_between_any_divisions_of_a_model_with_the_bits_of_one_process(
             staged(run, min(3, spec.layers), **options),
         )
     ]
-    assert len({(one.root, one.page_bytes, one.numerics_id) for one in engines}) == 1
-    names = page_names(asked.prompt, engines[0].root)
-    first = run_all(engines[0], [asked])[asked.id][:-1]
+    assert len({(engine.root, engine.page_bytes, engine.numerics_id) for engine in engines}) == 1
+    names = page_names(request.prompt, engines[0].root)
+    first = run_all(engines[0], [request])[request.id][:-1]
     pages = [engines[0].read_page(name) for name in names]
-    # From one process to two, from these to stages; then what two have computed, to one.
+    # From one process to two, from these to stages; then the pages that two have computed, to one.
     for source, taker in pairwise(engines):
         give(source, taker, names)
         assert [taker.read_page(name) for name in names] == pages
-        told = run_all(taker, [asked])[asked.id][:-1]
+        outputs = run_all(taker, [request])[request.id][:-1]
         if "kept" not in options:
-            assert told == first
+            assert outputs == first
         assert taker.statistics().cached_tokens == len(names) * 64
-    other = structs.replace(asked, id="other", prompt=asked.prompt[::-1])
+    other = structs.replace(request, id="other", prompt=request.prompt[::-1])
     names = page_names(other.prompt, engines[0].root)
-    told = run_all(engines[1], [other])["other"][:-1]
+    outputs = run_all(engines[1], [other])["other"][:-1]
     give(engines[1], engines[0], names)
     again = run_all(engines[0], [other])["other"][:-1]
     if "kept" not in options:
-        assert again == told
+        assert again == outputs
     assert engines[0].statistics().cached_tokens == len(names) * 64
 
 
@@ -249,10 +250,10 @@ def test_a_share_has_its_part_of_the_weights(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", KINDS["latent mixture"])
     shares = [restored_share(run, 1, Share(n, 2), torch.float32)[0] for n in range(2)]
     sizes = [sum(value.numel() for value in share.parameters()) for share in shares]
-    whole = sum(value.numel() for value in Transformer(KINDS["latent mixture"]).parameters())
-    # Both have norms, routers, and what makes the latents.
-    assert whole < sum(sizes) < 1.2 * whole
-    assert max(sizes) < 0.7 * whole
+    total = sum(value.numel() for value in Transformer(KINDS["latent mixture"]).parameters())
+    # Both have norms, routers, and the projections to latents.
+    assert total < sum(sizes) < 1.2 * total
+    assert max(sizes) < 0.7 * total
 
 
 def test_a_step_that_fails_in_a_share_ends_the_service_with_its_name(
@@ -279,25 +280,25 @@ def test_steps_of_other_texts_are_computed_while_one_is_with_a_later_stage(
     gate, entered = threading.Event(), threading.Event()
     compute = far_part.FarPart._compute
 
-    def waiting(*given: object) -> object:
+    def waiting(*arguments: object) -> object:
         entered.set()
         assert gate.wait(60)
-        return compute(*given)  # type: ignore[arg-type]
+        return compute(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(far_part.FarPart, "_compute", waiting)
-    asked = [structs.replace(one, prompt_logprobs=False) for one in requests(2)]
-    for one in asked:
-        engine.submit(one)
+    submitted = [structs.replace(text, prompt_logprobs=False) for text in requests(2)]
+    for text in submitted:
+        engine.submit(text)
     assert engine.step() == []  # the first text is with the other stage, and stays there
     assert entered.wait(60)
     here = engine._runner.compute
 
-    def computed(*given: object) -> object:
-        gate.set()  # the other stage goes on once the second text is computed here
-        return here(*given)  # type: ignore[arg-type]
+    def computed(*arguments: object) -> object:
+        gate.set()  # the other stage continues once the second text is computed here
+        return here(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine._runner, "compute", computed)
-    assert {one.request for one in engine.step()} == {asked[0].id}
+    assert {output.request for output in engine.step()} == {submitted[0].id}
     assert gate.is_set()
 
 
@@ -321,15 +322,15 @@ def test_a_stage_that_loses_keys_ends_with_the_reason_and_no_answer_is_taken_for
 ) -> None:
     run = make_run(tmp_path / "run", KINDS["dense"], seq_len=192)
     engine = paged(staged(run, 2))
-    (asked,) = requests(1)
-    run_all(engine, [asked])
+    (request,) = requests(1)
+    run_all(engine, [request])
 
     def failing(*_: object) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setattr(far_part.FarPart, "_run", failing)
     with pytest.raises(PartLostError, match=r"stage 1 .*no room"):
-        run_all(engine, [asked])
+        run_all(engine, [request])
 
 
 def test_a_step_that_fails_in_a_stage_changes_nothing_of_the_texts_after_it(
@@ -349,5 +350,5 @@ def test_a_step_that_fails_in_a_stage_changes_nothing_of_the_texts_after_it(
             run_all(engine, [first])
     engine.cancel(first.id)
     engine.step()
-    told = run_all(engine, [structs.replace(second, id="again")])["again"]
-    assert [structs.replace(one, request=second.id) for one in told][:-1] == expected[second.id][:-1]
+    outputs = run_all(engine, [structs.replace(second, id="again")])["again"]
+    assert [structs.replace(output, request=second.id) for output in outputs][:-1] == expected[second.id][:-1]
