@@ -40,7 +40,7 @@ def ended(kind: type[subprocess.Popen[Any]], ending: str, folder: Path, path: st
         text=True,
     )
     os.close(passed)
-    told, *more = process.communicate(timeout=60)[0].splitlines()
+    told, *more = process.communicate(timeout=240)[0].splitlines()
     return json.loads(told), more, process.returncode
 
 
@@ -86,7 +86,7 @@ def test_a_program_that_begins_with_code_of_its_environment_is_executed(tmp_path
         env={**forked_python.ENVIRONMENT, "PYTHONPATH": str(tmp_path)},
         stderr=subprocess.PIPE,
     )
-    assert b"here" in process.communicate(timeout=60)[1]
+    assert b"here" in process.communicate(timeout=240)[1]
 
 
 def test_errors_are_shown_as_by_python() -> None:

@@ -17,25 +17,26 @@ def impatient_reads() -> HedgedReads:
 
 def hanging_once(release: threading.Event) -> tuple[list[int], object]:
     """A read whose first request is not answered until ``release``, and the numbers of its requests."""
-    asked: list[int] = []
-    numbers = itertools.count()
+    requests: list[int] = []
+    lock = threading.Lock()
 
-    def ask() -> int:
-        number = next(numbers)
-        asked.append(number)
+    def request() -> int:
+        with lock:  # a request that returns 1 has been listed behind 0
+            number = len(requests)
+            requests.append(number)
         if number == 0:
             release.wait(60)
         return number
 
-    return asked, ask
+    return requests, request
 
 
 def test_a_read_that_hangs_is_answered_by_the_second_request() -> None:
     release = threading.Event()
-    asked, ask = hanging_once(release)
+    requests, request = hanging_once(release)
     reads = impatient_reads()
-    assert reads.read(ask) == 1  # type: ignore[arg-type]
-    assert (asked, reads.reads, reads.hedged) == ([0, 1], 1, 1)
+    assert reads.read(request) == 1  # type: ignore[arg-type]
+    assert (requests, reads.reads, reads.hedged) == ([0, 1], 1, 1)
     release.set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -64,7 +65,7 @@ def test_the_leading_machine_is_lost_and_comes_back_and_the_weights_are_those_of
     sets = [
         "--set",
         "train.steps=150",
-        *("--set", "fleet.succession_s=2", "--set", "fleet.lease_s=5", "--set", "fleet.heartbeat_s=1"),
+        *("--set", "fleet.succession_s=5", "--set", "fleet.lease_s=5", "--set", "fleet.heartbeat_s=1"),
     ]
     undisturbed = last_json(run(["train", str(folder / "tiny.toml"), *sets, "--json"], tmp_path))
     sets += ["--set", f'run_dir="{path}"', "--set", "fleet.nodes=3"]
@@ -74,10 +75,10 @@ def test_the_leading_machine_is_lost_and_comes_back_and_the_weights_are_those_of
     wait_until(lambda: seen_in(path).step >= 20)
     leader.kill()  # and the kernel ends its coordinator, agent and workers with it
     leader.wait()
-    wait_until(lambda: seen_in(path).reign == 2)
+    wait_until(lambda: seen_in(path).reign >= 2)
     again = run([*told, "--node", "a"], tmp_path)
     assert again.returncode == 0
-    assert "leads this run now, in reign 2" in again.stderr
+    assert re.search(r"leads this run now, in reign \d", again.stderr)
     assert [follower.wait(timeout=120) for follower in followers] == [0, 0]
     found = RunDirectory(path).finished_result()
     assert found is not None
@@ -152,7 +153,7 @@ def test_the_leading_machine_is_lost_before_or_after_the_rename_that_commits_a_c
     moment: str, folder: Path, tmp_path: Path
 ) -> None:
     where, path = f"127.0.0.1:{free_port()}", tmp_path / "run"
-    sets = ["--set", "train.steps=60", "--set", "fleet.succession_s=2"]
+    sets = ["--set", "train.steps=60", "--set", "fleet.succession_s=5"]
     undisturbed = last_json(run(["train", str(folder / "tiny.toml"), *sets, "--json"], tmp_path))
     sets += ["--set", "fleet.lease_s=5", "--set", "fleet.heartbeat_s=1"]
     sets += ["--set", f'run_dir="{path}"', "--set", "fleet.nodes=3"]
@@ -170,7 +171,7 @@ def test_the_leading_machine_is_lost_before_or_after_the_rename_that_commits_a_c
     found = RunDirectory(path).finished_result()
     assert found is not None
     assert found.weights_sha256 == undisturbed["weights_sha256"]
-    assert seen_in(path).reign == 2
+    assert seen_in(path).reign >= 2, "a slow successor may be succeeded too"
 
 
 def refused(*arguments: str) -> str:
