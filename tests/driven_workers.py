@@ -93,21 +93,21 @@ class Node:
         self._link = FramedConnection(ours, "the worker")
         threading.Thread(target=self._read, args=(self._link,), daemon=True).start()
 
-    def tell(self, said: Any) -> None:
-        self._link.send_message(said)
+    def tell(self, message: Any) -> None:
+        self._link.send_message(message)
 
     def _read(self, link: FramedConnection) -> None:
         with suppress(EndedError):  # a worker that was killed with words unread
             self._read_until_it_ends(link)
 
     def _read_until_it_ends(self, link: FramedConnection) -> None:
-        while (said := link.receive_message_or_end(TO_AGENT)) is not None:
-            if isinstance(said, SnapshotTaken):
-                threading.Thread(target=self._secure, args=(said,), daemon=True).start()
-            if isinstance(said, Alive):
-                self.waiting_s = said.waiting_s
+        while (message := link.receive_message_or_end(TO_AGENT)) is not None:
+            if isinstance(message, SnapshotTaken):
+                threading.Thread(target=self._secure, args=(message,), daemon=True).start()
+            if isinstance(message, Alive):
+                self.waiting_s = message.waiting_s
             else:
-                self.said.put(said)
+                self.said.put(message)
 
     def _secure(self, taken: SnapshotTaken) -> None:
         if self.buddy is not None:
@@ -123,9 +123,9 @@ class Node:
         """The next word of ``kind``; others before it are dropped."""
         deadline_s = time.monotonic() + patience_s
         while True:
-            said = self.said.get(timeout=max(0.01, deadline_s - time.monotonic()))
-            if isinstance(said, kind):
-                return said
+            message = self.said.get(timeout=max(0.01, deadline_s - time.monotonic()))
+            if isinstance(message, kind):
+                return message
 
     def kill(self) -> None:
         """SIGKILL to the worker; its memory stays."""
@@ -224,14 +224,14 @@ class Driver:
 
     def resume(self, alive: list[Node]) -> FromMemory:
         """The newest step that nodes alive hold in full, and where."""
-        found: dict[tuple[int, int], dict[int, list[Node]]] = {}
+        nodes_by_snapshot: dict[tuple[int, int], dict[int, list[Node]]] = {}
         for node in alive:
-            for held in node.memory.holdings():
-                ranks, step = held.key.ranks, held.key.step
-                found.setdefault((step, ranks), {}).setdefault(held.key.rank, []).append(node)
-        whole = [key for key, holders in found.items() if len(holders) == key[1]]
-        step, ranks = max(whole)
-        holders = found[step, ranks]
+            for holding in node.memory.holdings():
+                ranks, step = holding.key.ranks, holding.key.step
+                nodes_by_snapshot.setdefault((step, ranks), {}).setdefault(holding.key.rank, []).append(node)
+        complete_keys = [key for key, holders in nodes_by_snapshot.items() if len(holders) == key[1]]
+        step, ranks = max(complete_keys)
+        holders = nodes_by_snapshot[step, ranks]
         named = tuple(
             Holder((rank,), f"node-{node.number}", "127.0.0.1", node.server.port)
             for rank, places in holders.items()

@@ -40,8 +40,8 @@ def ended(kind: type[subprocess.Popen[Any]], ending: str, folder: Path, path: st
         text=True,
     )
     os.close(passed)
-    told, *more = process.communicate(timeout=240)[0].splitlines()
-    return json.loads(told), more, process.returncode
+    facts_line, *more = process.communicate(timeout=240)[0].splitlines()
+    return json.loads(facts_line), more, process.returncode
 
 
 def apart(one: tuple[Any, ...], other: tuple[Any, ...]) -> dict[str, object]:
@@ -90,14 +90,14 @@ def test_a_program_that_begins_with_code_of_its_environment_is_executed(tmp_path
 
 
 def test_errors_are_shown_as_by_python() -> None:
-    said = [
+    error_texts = [
         kind([sys.executable, PROGRAM, word], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         .communicate()[1]
         .splitlines()[-1]
         for word in ("text", "error")
         for kind in (forked_python.Popen, subprocess.Popen)
     ]
-    assert said == ["no way on"] * 2 + ["RuntimeError: unforeseen"] * 2
+    assert error_texts == ["no way on"] * 2 + ["RuntimeError: unforeseen"] * 2
 
 
 def test_a_folder_that_is_not_there_is_the_same_error(tmp_path: Path) -> None:

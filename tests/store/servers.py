@@ -163,8 +163,8 @@ def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
         assert process.poll() is None, f"the server has ended: {log.read_text()[-2000:]}"
-        with socket.socket() as one:
-            if one.connect_ex(("127.0.0.1", port)) == 0:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.05)
     raise AssertionError(f"no server on port {port} after {_START_S} s: {log.read_text()[-2000:]}")

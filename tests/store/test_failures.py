@@ -79,10 +79,10 @@ def test_a_refusal_names_the_request_and_the_source_of_the_credentials_and_no_se
     with scripted(forever=(403, body)) as server, s3_at(server.port, PATIENT) as store:
         with pytest.raises(DeniedError) as caught:
             store.put("key", b"x")
-        said = str(caught.value)
-        assert "403 AccessDenied on s3://bucket/p/key (PutObject)" in said
-        assert "source: environment, AWS_ACCESS_KEY_ID" in said
-        assert "SECRET" not in said
+        error_text = str(caught.value)
+        assert "403 AccessDenied on s3://bucket/p/key (PutObject)" in error_text
+        assert "source: environment, AWS_ACCESS_KEY_ID" in error_text
+        assert "SECRET" not in error_text
         # Neither does a traceback show what the library said.
         assert caught.value.__cause__ is None
         assert caught.value.__context__ is None or caught.value.__suppress_context__
@@ -222,9 +222,9 @@ def test_ten_thousand_records_through_a_network_with_a_long_tail_are_all_right(s
     with contextmanager(through_faults)(s3_server, faults, 5) as store:
         store.put("data", data)
         with ThreadPoolExecutor(32) as pool:
-            found = pool.map(lambda start: store.ranges("data", [(start, start + record)])[0], starts)
+            views = pool.map(lambda start: store.ranges("data", [(start, start + record)])[0], starts)
             assert all(
-                view == data[start : start + record] for view, start in zip(found, starts, strict=True)
+                view == data[start : start + record] for view, start in zip(views, starts, strict=True)
             )
 
 

@@ -41,10 +41,10 @@ def test_a_read_that_hangs_is_answered_by_the_second_request() -> None:
 
 
 def test_reads_in_their_usual_time_are_asked_for_once() -> None:
-    reads, asked = HedgedReads(min_s=100.0, unmeasured_s=100.0), itertools.count()
+    reads, numbers = HedgedReads(min_s=100.0, unmeasured_s=100.0), itertools.count()
     for _ in range(50):
-        reads.read(lambda: next(asked))
-    assert next(asked) == 50
+        reads.read(lambda: next(numbers))
+    assert next(numbers) == 50
     assert (reads.reads, reads.hedged) == (50, 0)
 
 
@@ -58,23 +58,23 @@ def test_the_patience_comes_from_the_reads_once_there_are_enough_of_them() -> No
 
 def test_a_store_that_is_slow_as_a_whole_is_asked_twice_for_one_read_in_twenty() -> None:
     reads, release = impatient_reads(), threading.Event()
-    asked: list[int] = []
+    requests: list[int] = []
 
     def ask() -> None:
-        asked.append(1)
+        requests.append(1)
         release.wait(60)
 
     threads = [threading.Thread(target=reads.read, args=(ask,)) for _ in range(100)]
     for thread in threads:
         thread.start()
     pause = threading.Event()
-    while reads.hedged < 5 or len(asked) < 105:
+    while reads.hedged < 5 or len(requests) < 105:
         pause.wait(0.01)
     pause.wait(0.2)  # time in which others would be asked for as well
     release.set()
     for thread in threads:
         thread.join(60)
-    assert (reads.hedged, len(asked)) == (5, 105)
+    assert (reads.hedged, len(requests)) == (5, 105)
 
 
 def test_what_the_first_request_raises_is_raised_unless_the_second_succeeds() -> None:

@@ -48,9 +48,9 @@ def test_agents_with_a_run_file_find_each_other_and_train(
 ) -> None:
     where = f"127.0.0.1:{free_port()}"
     sets = ["--set", "train.steps=6", "--set", f'run_dir="{tmp_path}/run"', "--set", "fleet.nodes=2"]
-    told = ["agent", "--run", str(folder / "tiny.toml"), "--coordinator", where, *sets]
-    follower = start([*told, "--node", "b", "--no-lead"], tmp_path)
-    leader = last_json(run([*told, "--node", "a", "--json"], tmp_path))
+    agent_words = ["agent", "--run", str(folder / "tiny.toml"), "--coordinator", where, *sets]
+    follower = start([*agent_words, "--node", "b", "--no-lead"], tmp_path)
+    leader = last_json(run([*agent_words, "--node", "a", "--json"], tmp_path))
     assert follower.wait(timeout=240) == 0
     assert leader["weights_sha256"] == result["weights_sha256"]
     seen = json.loads((tmp_path / "run" / "fleet.json").read_text())
@@ -69,21 +69,21 @@ def test_the_leading_machine_is_lost_and_comes_back_and_the_weights_are_those_of
     ]
     undisturbed = last_json(run(["train", str(folder / "tiny.toml"), *sets, "--json"], tmp_path))
     sets += ["--set", f'run_dir="{path}"', "--set", "fleet.nodes=3"]
-    told = ["agent", "--run", str(folder / "tiny.toml"), "--coordinator", where, *sets]
-    followers = [start([*told, "--node", name, "--no-lead"], tmp_path) for name in "bc"]
-    leader = start([*told, "--node", "a"], tmp_path)
+    agent_words = ["agent", "--run", str(folder / "tiny.toml"), "--coordinator", where, *sets]
+    followers = [start([*agent_words, "--node", name, "--no-lead"], tmp_path) for name in "bc"]
+    leader = start([*agent_words, "--node", "a"], tmp_path)
     wait_until(lambda: seen_in(path).step >= 20)
     leader.kill()  # and the kernel ends its coordinator, agent and workers with it
     leader.wait()
     wait_until(lambda: seen_in(path).reign >= 2)
-    again = run([*told, "--node", "a"], tmp_path)
+    again = run([*agent_words, "--node", "a"], tmp_path)
     assert again.returncode == 0
     assert re.search(r"leads this run now, in reign \d", again.stderr)
     assert [follower.wait(timeout=120) for follower in followers] == [0, 0]
-    found = RunDirectory(path).finished_result()
-    assert found is not None
-    assert found.weights_sha256 == undisturbed["weights_sha256"]
-    assert any("leads the fleet from now on" in one.text for one in seen_in(path).happenings)
+    final = RunDirectory(path).finished_result()
+    assert final is not None
+    assert final.weights_sha256 == undisturbed["weights_sha256"]
+    assert any("leads the fleet from now on" in happening.text for happening in seen_in(path).happenings)
 
 
 @pytest.mark.slow
@@ -100,28 +100,30 @@ def test_a_pipeline_that_is_laid_anew_on_fewer_nodes_has_the_weights_of_the_undi
     sets += ["--set", f'run_dir="{path}"', "--set", "fleet.nodes=4", "--set", "fleet.succession_s=0"]
     sets += ["--set", "fleet.lease_s=5", "--set", "fleet.heartbeat_s=0.5", "--set", "fleet.confirm_s=0.5"]
     sets += ["--set", "launch.unit=2", "--set", 'launch.order="pipeline"']
-    told = ["agent", "--run", str(folder / "tiny.toml"), "--coordinator", where, *sets]
+    agent_words = ["agent", "--run", str(folder / "tiny.toml"), "--coordinator", where, *sets]
     racks = {"a": "rack-1", "b": "rack-2", "c": "rack-1", "d": "rack-2"}
 
     def begin(node: str, *more: str) -> subprocess.Popen[str]:
-        return start([*told, "--node", node, "--domain", "hall", "--domain", racks[node], *more], tmp_path)
+        return start(
+            [*agent_words, "--node", node, "--domain", "hall", "--domain", racks[node], *more], tmp_path
+        )
 
     leader, *followers = begin("a"), *(begin(node, "--no-lead") for node in "bcd")
     # On a busy machine it may begin with two nodes, and grow.
     wait_until(lambda: len(laid(path)) == 4 and seen_in(path).phase == "running", patience_s=400.0)
     assert laid(path) == ["rack-1", "rack-2", "rack-1", "rack-2"]  # a replica in each rack
     followers[1].kill()  # c: the replica of b and d is whole
-    assert [one.wait(timeout=400) for one in (leader, followers[0], followers[2])] == [0] * 3
+    assert [agent.wait(timeout=400) for agent in (leader, followers[0], followers[2])] == [0] * 3
     assert laid(path) == ["rack-2", "rack-2"]
-    found = RunDirectory(path).finished_result()
-    assert found is not None
-    assert found.weights_sha256 == undisturbed["weights_sha256"]
+    final = RunDirectory(path).finished_result()
+    assert final is not None
+    assert final.weights_sha256 == undisturbed["weights_sha256"]
 
 
 def laid(run_dir: Path) -> list[str]:
     """The rack of each member, by its ranks."""
-    held = [one for one in seen_in(run_dir).members if one.ranks]
-    return [one.domain[-1] for one in sorted(held, key=lambda one: one.ranks[0])]
+    seated_members = [member for member in seen_in(run_dir).members if member.ranks]
+    return [member.domain[-1] for member in sorted(seated_members, key=lambda member: member.ranks[0])]
 
 
 DIES_AS_IT_COMMITS = """
@@ -157,27 +159,27 @@ def test_the_leading_machine_is_lost_before_or_after_the_rename_that_commits_a_c
     undisturbed = last_json(run(["train", str(folder / "tiny.toml"), *sets, "--json"], tmp_path))
     sets += ["--set", "fleet.lease_s=5", "--set", "fleet.heartbeat_s=1"]
     sets += ["--set", f'run_dir="{path}"', "--set", "fleet.nodes=3"]
-    told = ["agent", "--run", str(folder / "tiny.toml"), "--coordinator", where, *sets]
+    agent_words = ["agent", "--run", str(folder / "tiny.toml"), "--coordinator", where, *sets]
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "sitecustomize.py").write_text(DIES_AS_IT_COMMITS)
     with Path(tmp_path / "doomed").open("w") as doomed:
         modules = f"{tmp_path / 'modules'}:{ENVIRONMENT.get('PYTHONPATH', '')}"
         changed = {"PYTHONPATH": modules, "DOOMED": doomed.name, "FALLS": moment}
-        leader = start([*told, "--node", "a"], tmp_path, {**ENVIRONMENT, **changed})
+        leader = start([*agent_words, "--node", "a"], tmp_path, {**ENVIRONMENT, **changed})
         doomed.write(str(leader.pid))
-    followers = [start([*told, "--node", name, "--no-lead"], tmp_path) for name in "bc"]
+    followers = [start([*agent_words, "--node", name, "--no-lead"], tmp_path) for name in "bc"]
     assert leader.wait(timeout=400) == -signal.SIGKILL
     assert [follower.wait(timeout=400) for follower in followers] == [0, 0]
-    found = RunDirectory(path).finished_result()
-    assert found is not None
-    assert found.weights_sha256 == undisturbed["weights_sha256"]
+    final = RunDirectory(path).finished_result()
+    assert final is not None
+    assert final.weights_sha256 == undisturbed["weights_sha256"]
     assert seen_in(path).reign >= 2, "a slow successor may be succeeded too"
 
 
 def refused(*arguments: str) -> str:
-    found = CliRunner().invoke(command, [*arguments])
-    assert found.exit_code == 2
-    return " ".join(found.output.split())
+    invocation = CliRunner().invoke(command, [*arguments])
+    assert invocation.exit_code == 2
+    return " ".join(invocation.output.split())
 
 
 def test_what_the_nodes_could_not_agree_on_is_asked_for(folder: Path) -> None:
@@ -202,9 +204,9 @@ def test_a_mistake_in_the_run_file_is_explained(folder: Path) -> None:
 
 
 def test_a_directory_in_which_nobody_has_started_a_run_is_named(tmp_path: Path) -> None:
-    found = CliRunner().invoke(command, ["--run", str(tmp_path)])
-    assert found.exit_code != 0
-    assert str(tmp_path) in str(found.output) + str(found.exception)
+    invocation = CliRunner().invoke(command, ["--run", str(tmp_path)])
+    assert invocation.exit_code != 0
+    assert str(tmp_path) in str(invocation.output) + str(invocation.exception)
 
 
 def test_an_agent_waits_on_while_another_program_listens_where_its_coordinator_will(tmp_path: Path) -> None:

@@ -87,12 +87,12 @@ def test_the_rank_that_raised_is_told_from_those_that_failed_because_of_it(
     directory, told_user = failed
     assert told_user.startswith("rank 1 ended with exit code 1")
     assert "ValueError: bad luck on one" in told_user
-    told = first_logged_failure(directory)
-    assert told is not None
-    assert told.line.rank == 1
-    assert told.line.step is not None
-    assert told.line.text.endswith("ValueError: bad luck on one")
-    assert {line.rank for line in told.followers} == {0, 2}
+    failure = first_logged_failure(directory)
+    assert failure is not None
+    assert failure.line.rank == 1
+    assert failure.line.step is not None
+    assert failure.line.text.endswith("ValueError: bad luck on one")
+    assert {line.rank for line in failure.followers} == {0, 2}
 
 
 def test_it_is_shown_before_the_lines_and_those_can_be_chosen(
@@ -127,8 +127,8 @@ def test_a_disk_that_takes_no_logs_changes_neither_the_run_nor_its_bits(
         folder,
     )
     assert last_json(done)["weights_sha256"] == result["weights_sha256"]
-    said = " ".join((done.stdout + done.stderr).split())
-    assert said.count("cannot be written: No space left on device") == 1
+    output = " ".join((done.stdout + done.stderr).split())
+    assert output.count("cannot be written: No space left on device") == 1
 
 
 def test_lines_are_shown_with_their_place_and_cannot_command_the_terminal(folder: Path) -> None:
@@ -211,8 +211,8 @@ def test_the_log_is_that_of_the_host_that_leads_now(
     then_s = (tmp_path / "fleet.json").stat().st_mtime
     os.utime(folder / "job.sh", (then_s, then_s - 60 if of_this_start else then_s + 60))
     assert CliRunner().invoke(logs_command.command, [str(tmp_path)]).output == f"{printed} says\n"
-    told = CliRunner().invoke(status_command.command, [str(tmp_path)])
-    assert f"its log is {folder / printed}.log" in told.output
+    invocation = CliRunner().invoke(status_command.command, [str(tmp_path)])
+    assert f"its log is {folder / printed}.log" in invocation.output
 
 
 def submitted_log(folder: Path) -> Path:

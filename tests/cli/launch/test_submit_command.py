@@ -112,11 +112,11 @@ def test_a_disk_that_fills_up_once_nodes_were_given_back_is_told_with_what_takes
     early = full in ("script", "record")
     monkeypatch.setattr(fleet_command, "wait_until_released", fill if early else lambda *_: {})
     spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
-    with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again") as told:
+    with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again") as caught:
         queue_job(spec, tmp_path, Lender(lender, partial(commands._take_nodes, lender)))
-    assert "No space left on device" in str(told.value)
+    assert "No space left on device" in str(caught.value)
     assert cancelled == ([] if early else ["7"])
-    assert ("scancel 7" in str(told.value)) == ("scancel" in full)
+    assert ("scancel 7" in str(caught.value)) == ("scancel" in full)
 
 
 @pytest.mark.parametrize("earlier", ["ssh", "slurm", ""], ids=["on hosts", "as a job", "none"])
@@ -147,8 +147,8 @@ def test_a_job_whose_submitter_was_killed_is_told_and_cancelled_and_not_an_earli
     here = order_of(replace(spec, launch=LaunchSpec(engine="local")), tmp_path)
     with pytest.raises(EngineError, match=r"is job 9 already"):
         LOCAL.verified(here, spec, [], [])
-    told = CliRunner().invoke(commands.cancel_command, [str(run_dir)])
-    assert told.output == "job 9 (slurm) is cancelled\n"
+    invocation = CliRunner().invoke(commands.cancel_command, [str(run_dir)])
+    assert invocation.output == "job 9 (slurm) is cancelled\n"
     assert (tmp_path / "cancelled").read_text() == "9\n"
     assert (
         status_command._job_line(run_dir)
@@ -212,9 +212,9 @@ def test_a_dry_run_prints_the_lines_that_give_borrowed_nodes_back(
 
 def test_nodes_of_a_job_are_not_left_in_it_by_who_does_not_wait_for_them(tmp_path: Path) -> None:
     lends(tmp_path, "slurm")
-    told = CliRunner().invoke(fleet_command.shrink, [str(tmp_path), "--by", "1", "--no-wait"])
-    assert told.exit_code == 2
-    assert "without the wait they would stay in the job" in " ".join(told.output.split())
+    invocation = CliRunner().invoke(fleet_command.shrink, [str(tmp_path), "--by", "1", "--no-wait"])
+    assert invocation.exit_code == 2
+    assert "without the wait they would stay in the job" in " ".join(invocation.output.split())
 
 
 @pytest.mark.parametrize("now", [(), ("--now",)], ids=["saving", "at-once"])
@@ -235,9 +235,9 @@ def test_a_run_that_somebody_else_has_submitted_is_not_said_to_have_ended(
 
 
 def test_a_folder_that_is_not_there_is_not_called_a_run_that_nobody_has_submitted(tmp_path: Path) -> None:
-    told = CliRunner().invoke(commands.cancel_command, [str(tmp_path / "nowhere")])
-    assert told.exit_code == 1
-    assert f"there is no folder {tmp_path / 'nowhere'}" in told.output
+    invocation = CliRunner().invoke(commands.cancel_command, [str(tmp_path / "nowhere")])
+    assert invocation.exit_code == 1
+    assert f"there is no folder {tmp_path / 'nowhere'}" in invocation.output
 
 
 def test_a_lender_that_does_not_answer_can_be_asked_once_more(
@@ -252,15 +252,15 @@ def test_a_lender_that_does_not_answer_can_be_asked_once_more(
 
 def asked_in(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The runs whose coordinators are asked from now on to save, however often somebody asks; all accept."""
-    asked: list[Path] = []
+    run_dirs: list[Path] = []
 
     def answered(run: Path, request: object, *_: object) -> str:
         assert request == StopRun(never_at_once=True)
-        asked.append(run)
+        run_dirs.append(run)
         return "accepted"
 
     monkeypatch.setattr(fleet_command, "send_request", answered)
-    return asked
+    return run_dirs
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_job_whose_batch_shell_was_lost_is_cancelled_by_its_coordinator(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run_dir, asked = tmp_path / "run", asked_in(monkeypatch)
+    run_dir, saving_runs = tmp_path / "run", asked_in(monkeypatch)
     lends(run_dir, "slurm")
     write_fleet_file(run_dir, fleet_file(0.0, **changes))
     nonce = run_dir / FOLDER / "nonce"
@@ -298,9 +298,9 @@ def test_a_job_whose_batch_shell_was_lost_is_cancelled_by_its_coordinator(
     os.utime(nonce, (now_s, now_s - 60 if of_this_job else now_s + 60))
     line = f"3|RUNNING|None|2|n[1-2]|N/A|1:00|phalanx-run|main|phalanx:{run_dir}"
     with_slurm(tmp_path, monkeypatch, f"echo '{line}'", f'echo "$@" >> {tmp_path}/cancelled')
-    told = CliRunner().invoke(commands.cancel_command, [str(run_dir), "--no-wait"])
-    assert told.exit_code == 0, told.output
-    assert asked == ([run_dir] if answered_by == "coordinator" else [])
+    invocation = CliRunner().invoke(commands.cancel_command, [str(run_dir), "--no-wait"])
+    assert invocation.exit_code == 0, invocation.output
+    assert saving_runs == ([run_dir] if answered_by == "coordinator" else [])
     cancelled = tmp_path / "cancelled"
     assert (cancelled.read_text() if cancelled.exists() else "") == (
         "--batch --signal=TERM 3\n" if answered_by == "scancel" else ""
@@ -310,11 +310,11 @@ def test_a_job_whose_batch_shell_was_lost_is_cancelled_by_its_coordinator(
 def test_the_script_of_a_job_asks_its_run_to_save_however_often_it_is_told_of_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = asked_in(monkeypatch)
+    saving_runs = asked_in(monkeypatch)
     for _ in range(2):
-        told = CliRunner().invoke(fleet_command.command, ["stop", "--for-now", str(tmp_path)])
-        assert told.output == "accepted\n"
-    assert asked == [tmp_path] * 2
+        invocation = CliRunner().invoke(fleet_command.command, ["stop", "--for-now", str(tmp_path)])
+        assert invocation.output == "accepted\n"
+    assert saving_runs == [tmp_path] * 2
 
 
 @pytest.mark.parametrize(
@@ -366,13 +366,13 @@ def test_a_run_that_is_cancelled_while_it_is_being_started_does_not_run(
     words = ["tiny.toml", "--on", "local", "--set", f'run_dir="{run_dir}"']
     submitted = CliRunner().invoke(commands.submit_command, words)
     (cancelled,) = cancels
-    said, _ = cancelled.communicate()
+    cancel_output, _ = cancelled.communicate()
     try:
-        assert (cancelled.returncode, bare.alive(run_dir)) == (0, ([], [])), said
+        assert (cancelled.returncode, bare.alive(run_dir)) == (0, ([], [])), cancel_output
     finally:
         bare.end(run_dir, bare.started_on(run_dir), signal.SIGKILL)
-    assert "cancelled" in said
-    assert "has ended already" not in said
+    assert "cancelled" in cancel_output
+    assert "has ended already" not in cancel_output
     assert (submitted.exit_code == 0) == (before == "word")
     if before == "start":
         assert "was cancelled while it was being submitted" in submitted.output
@@ -429,7 +429,7 @@ def test_a_cancellation_is_not_forgotten_by_the_submission_or_the_job_that_begin
 def test_a_run_is_ended_also_where_that_cannot_be_noted_unless_it_would_queue_itself_again(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir, asked = tmp_path / "run", list[object]()
+    run_dir, requests = tmp_path / "run", list[object]()
     lends(run_dir, engine)
     (run_dir / FOLDER / "stopped").mkdir()  # as of another user, or on a full disk
     line = f"3|RUNNING|None|2|n[1-2]|N/A|1:00|phalanx-run|main|phalanx:{run_dir}"
@@ -440,17 +440,17 @@ def test_a_run_is_ended_also_where_that_cannot_be_noted_unless_it_would_queue_it
     (run_dir / FOLDER / "hosts.json").write_text(json.dumps([asdict(started)]))
 
     def accepted(_run: Path, request: object, _certificates: object) -> str:
-        asked.append(request)
+        requests.append(request)
         return "accepted"
 
     monkeypatch.setattr(fleet_command, "send_request", accepted)
     refused = engine == "slurm"
     for command in (fleet_command.command.commands["stop"], commands.cancel_command):
-        told = CliRunner().invoke(command, [str(run_dir)])
-        assert told.exit_code == refused, told.output
-        assert f"cannot write {run_dir / FOLDER / 'stopped'}" in told.output
-        assert ("nothing else queues it again" in told.output) != refused
-    assert asked == ([] if refused else [StopRun()])
+        invocation = CliRunner().invoke(command, [str(run_dir)])
+        assert invocation.exit_code == refused, invocation.output
+        assert f"cannot write {run_dir / FOLDER / 'stopped'}" in invocation.output
+        assert ("nothing else queues it again" in invocation.output) != refused
+    assert requests == ([] if refused else [StopRun()])
     # A process that ends has no command line any more for a moment before its parent can see its end.
     assert (session.poll() if refused else session.wait(PATIENCE_S)) == (None if refused else -signal.SIGTERM)
     assert not (tmp_path / "cancelled").exists()
@@ -471,10 +471,10 @@ def test_nodes_whose_return_cannot_be_noted_are_said_to_be_lent_still(
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     commands._give_back(tmp_path, made)
-    said = capsys.readouterr().err
-    assert "/lender does not take its 2 nodes again: " in said
-    assert "No space left on device" in said
-    assert "phalanx fleet grow /lender --by 2 repeats the request" in said
+    warning = capsys.readouterr().err
+    assert "/lender does not take its 2 nodes again: " in warning
+    assert "No space left on device" in warning
+    assert "phalanx fleet grow /lender --by 2 repeats the request" in warning
 
 
 @pytest.mark.parametrize("earlier", ["over", "killed"])
@@ -490,8 +490,8 @@ def test_a_run_that_is_started_again_is_cancelled_before_its_fleet_has_formed(
     starting = started_session(tmp_path)
     session = bare.Started(Host("host", HERE, 0, "127.0.0.1"), starting.pid)
     (tmp_path / FOLDER / "hosts.json").write_text(json.dumps([asdict(session)]))
-    told = CliRunner().invoke(commands.cancel_command, [str(tmp_path)])
-    assert told.exit_code == 0, told.output
+    invocation = CliRunner().invoke(commands.cancel_command, [str(tmp_path)])
+    assert invocation.exit_code == 0, invocation.output
     assert starting.wait() == -signal.SIGTERM
 
 
@@ -507,8 +507,8 @@ def test_a_run_is_cancelled_by_its_coordinator_also_after_hosts_were_to_join_it(
     if joined:  # a moment ago; where they could not, nothing told them to go
         (tmp_path / FOLDER / "go").touch()
         os.utime(tmp_path / FOLDER / "go", (then_s, then_s + 60))
-    asked = asked_in(monkeypatch)
+    saving_runs = asked_in(monkeypatch)
     monkeypatch.setattr(bare, "sentence", lambda _: "running on 2 of 2 hosts")
-    told = CliRunner().invoke(commands.cancel_command, [str(tmp_path), "--no-wait"])
-    assert told.exit_code == 0, told.output
-    assert asked == [tmp_path]
+    invocation = CliRunner().invoke(commands.cancel_command, [str(tmp_path), "--no-wait"])
+    assert invocation.exit_code == 0, invocation.output
+    assert saving_runs == [tmp_path]

@@ -21,18 +21,18 @@ def phalanx(folder: Path, *words: str, fails: bool = False, **environment: str) 
 
 def hash_without_fleet(folder: Path, name: str, *more: str) -> str:
     words = ["train", "tiny.toml", "--ranks", "1", "--json", "--run-dir", name, *more]
-    said = next(line for line in phalanx(folder, *words).splitlines() if line.startswith("{"))
-    return str(json.loads(said)["weights_sha256"])
+    summary_line = next(line for line in phalanx(folder, *words).splitlines() if line.startswith("{"))
+    return str(json.loads(summary_line)["weights_sha256"])
 
 
-def wait_until(true: Callable[[], bool], what: str, run_dir: Path, timeout_s: float = PATIENCE_S) -> None:
+def wait_until(true: Callable[[], bool], problem: str, run_dir: Path, timeout_s: float = PATIENCE_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not true():
         if time.monotonic() > deadline_s:
             logs = "".join(
                 f"--- {path}\n{path.read_text()[-3000:]}" for path in (run_dir / "launch").glob("*.log")
             )
-            raise TimeoutError(f"{what}\n{logs}")
+            raise TimeoutError(f"{problem}\n{logs}")
         time.sleep(0.1)
 
 
@@ -49,8 +49,10 @@ def step_of(run_dir: Path) -> int:
 
 
 def processes_of(run_dir: Path) -> list[str]:
-    found = subprocess.run(["pgrep", "-af", str(run_dir)], capture_output=True, text=True, check=False).stdout
-    return [line for line in found.splitlines() if "pgrep" not in line]
+    listing = subprocess.run(
+        ["pgrep", "-af", str(run_dir)], capture_output=True, text=True, check=False
+    ).stdout
+    return [line for line in listing.splitlines() if "pgrep" not in line]
 
 
 def sets(run_dir: Path) -> list[str]:
@@ -60,5 +62,5 @@ def sets(run_dir: Path) -> list[str]:
 
 
 def members(run_dir: Path) -> set[str]:
-    found = json.loads((run_dir / "fleet.json").read_bytes())["members"]
-    return {str(one["name"]) for one in found if one["role"] == "member"}
+    all_members = json.loads((run_dir / "fleet.json").read_bytes())["members"]
+    return {str(member["name"]) for member in all_members if member["role"] == "member"}

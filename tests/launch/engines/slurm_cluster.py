@@ -102,8 +102,8 @@ def missing(*, accounting: bool = False) -> str:
     if os.getuid() != 0:
         return "slurmd needs root"
     path = f"{os.environ['PATH']}:/usr/sbin"
-    wanted = (*_DAEMONS, *(_ACCOUNTANTS if accounting else ()))
-    absent = [name for name in wanted if shutil.which(name, path=path) is None]
+    required_programs = (*_DAEMONS, *(_ACCOUNTANTS if accounting else ()))
+    absent = [name for name in required_programs if shutil.which(name, path=path) is None]
     if absent:
         packages = "slurm-wlm munge" + (" slurmdbd mariadb-server" if accounting else "")
         return f"{', '.join(absent)} not installed: apt-get install --no-install-recommends {packages}"
@@ -116,8 +116,10 @@ def missing(*, accounting: bool = False) -> str:
 
 def slurm_version() -> tuple[int, ...]:
     """The version of the Slurm that is installed."""
-    said = subprocess.run(["/usr/sbin/slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
-    return tuple(int(part) for part in said.split()[1].split("-")[0].split(".") if part.isdecimal())
+    version_line = subprocess.run(
+        ["/usr/sbin/slurmctld", "-V"], capture_output=True, text=True, check=True
+    ).stdout
+    return tuple(int(part) for part in version_line.split()[1].split("-")[0].split(".") if part.isdecimal())
 
 
 @dataclass
@@ -168,8 +170,12 @@ class SlurmCluster:
         All are stopped first, so that none of them tells the controller of another's death. srun dies first: to a stopped process group whose parent
         dies the kernel sends SIGHUP and SIGCONT, at which srun, if it is given the time, would end the step on all nodes.
         """
-        found = sorted(self.processes_of(name), key=lambda pid: _command_of(pid) != "srun")
-        doomed = [*found, *{_step_daemon_of(pid) for pid in found} - {0}, self.daemons[f"slurmd-{name}"].pid]
+        job_pids = sorted(self.processes_of(name), key=lambda pid: _command_of(pid) != "srun")
+        doomed = [
+            *job_pids,
+            *{_step_daemon_of(pid) for pid in job_pids} - {0},
+            self.daemons[f"slurmd-{name}"].pid,
+        ]
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in doomed:
                 with suppress(ProcessLookupError):
@@ -181,14 +187,14 @@ class SlurmCluster:
     def processes_of(self, name: str) -> list[int]:
         """The processes of jobs on a node."""
         marks = (f"SLURMD_NODENAME={name}".encode(), f"SLURM_CONF={self.environment['SLURM_CONF']}".encode())
-        found = []
+        pids = []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
                 if entry.name.isdecimal() and set(marks) <= set(
                     (entry / "environ").read_bytes().split(b"\0")
                 ):
-                    found.append(int(entry.name))
-        return found
+                    pids.append(int(entry.name))
+        return pids
 
     def wait_for_nodes(self, timeout_s: float = PATIENCE_S) -> None:
         """Waits until every node is idle."""

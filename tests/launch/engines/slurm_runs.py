@@ -53,8 +53,8 @@ def undisturbed_until(folder: Path, step: int, *words: str) -> str:
 
 def saved_hash(run_dir: Path) -> tuple[int, str]:
     """The newest saved step of a run, and the hash of its weights."""
-    found = last_json(run(["hash", str(run_dir), "--json"], run_dir))
-    return int(found["step"]), str(found["weights_sha256"])
+    summary = last_json(run(["hash", str(run_dir), "--json"], run_dir))
+    return int(summary["step"]), str(summary["weights_sha256"])
 
 
 class Phalanx:
@@ -88,12 +88,14 @@ class Phalanx:
         return run_dir
 
 
-def wait_until(true: Callable[[], bool], what: str, log: Path | None = None) -> None:
+def wait_until(true: Callable[[], bool], problem: str, log: Path | None = None) -> None:
     deadline_s = time.monotonic() + PATIENCE_S
     while not true():
         if time.monotonic() > deadline_s:
-            told = "".join(path.read_text()[-6000:] for path in sorted(log.glob("job-*.log"))) if log else ""
-            raise TimeoutError(f"{what}\n{told}")
+            log_tail = (
+                "".join(path.read_text()[-6000:] for path in sorted(log.glob("job-*.log"))) if log else ""
+            )
+            raise TimeoutError(f"{problem}\n{log_tail}")
         time.sleep(0.1)
 
 
@@ -116,23 +118,25 @@ def weights(run_dir: Path) -> str:
 
 
 def members(run_dir: Path, role: str) -> list[str]:
-    found = fleet_of(run_dir)["members"]
-    assert isinstance(found, list)
-    return sorted(one["name"] for one in found if one["role"] == role)
+    all_members = fleet_of(run_dir)["members"]
+    assert isinstance(all_members, list)
+    return sorted(member["name"] for member in all_members if member["role"] == role)
 
 
 def domains(run_dir: Path) -> dict[str, tuple[str, ...]]:
     """Where the nodes of a fleet lie, as they say."""
-    found = fleet_of(run_dir)["members"]
-    assert isinstance(found, list)
-    return {one["name"]: tuple(one["domain"]) for one in found}
+    all_members = fleet_of(run_dir)["members"]
+    assert isinstance(all_members, list)
+    return {member["name"]: tuple(member["domain"]) for member in all_members}
 
 
 def whole_pairs(run_dir: Path) -> tuple[int, int]:
     """How many pairs of nodes that follow each other in the order of ranks lie in one domain, and how many of these nodes could."""
-    found, domain = fleet_of(run_dir)["members"], domains(run_dir)
-    assert isinstance(found, list)
-    seats = [one["name"] for one in sorted(found, key=lambda one: one["ranks"]) if one["role"] == "member"]
+    all_members, domain = fleet_of(run_dir)["members"], domains(run_dir)
+    assert isinstance(all_members, list)
+    seats = [
+        one["name"] for one in sorted(all_members, key=lambda one: one["ranks"]) if one["role"] == "member"
+    ]
     pairs = zip(seats[::2], seats[1::2], strict=True)
     most = sum(count // 2 for count in Counter(domain[name] for name in seats).values())
     return sum(domain[one] == domain[other] for one, other in pairs), most

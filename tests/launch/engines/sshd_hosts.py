@@ -62,7 +62,7 @@ def ssh_hosts(folder: Path, count: int) -> Iterator[SshHosts]:
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd's own, which a service would have made
     ports = tuple(free_port() for _ in range(count))
-    known = []
+    known_host_lines = []
     with ExitStack() as stack:
         for number, port in enumerate(ports):
             host_key = folder / f"host-{number}"
@@ -75,10 +75,10 @@ def ssh_hosts(folder: Path, count: int) -> Iterator[SshHosts]:
             server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(config)], stderr=subprocess.DEVNULL)
             stack.callback(server.wait)
             stack.callback(server.terminate)
-            known.append(
+            known_host_lines.append(
                 f"[127.0.0.1]:{port} {' '.join(host_key.with_suffix('.pub').read_text().split()[:2])}"
             )
-        (folder / "known_hosts").write_text("\n".join(known) + "\n")
+        (folder / "known_hosts").write_text("\n".join(known_host_lines) + "\n")
         (folder / "client-config").write_text(
             f"Host *\n  IdentityFile {folder / 'client'}\n  IdentitiesOnly yes\n  UserKnownHostsFile {folder / 'known_hosts'}\n"
             "  StrictHostKeyChecking yes\n"

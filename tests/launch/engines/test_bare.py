@@ -34,8 +34,8 @@ QUICK = "\n[fleet]\nheartbeat_s = 0.5\nlease_s = 5.0\nconfirm_s = 0.5\nhealth_ch
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts(tmp_path_factory.mktemp("ssh"), 3) as found:
-        yield found
+    with ssh_hosts(tmp_path_factory.mktemp("ssh"), 3) as ssh_servers:
+        yield ssh_servers
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ def test_a_run_on_hosts_has_the_bits_of_one_machine_and_leaves_nothing_behind(
     (folder / "hosts.txt").write_text("# three machines\n" + hosts.file("domain=pod-1/rack-1"))
     run_dir = folder / "by-ssh"
     words = ["submit", "tiny.toml", "--on", "ssh", "--hosts", "hosts.txt", "--nodes", "2", "--spares", "1"]
-    told = phalanx(folder, *words, *sets(run_dir), **hosts.environment)
-    assert "started on 3 hosts" in told
+    output = phalanx(folder, *words, *sets(run_dir), **hosts.environment)
+    assert "started on 3 hosts" in output
     again = phalanx(folder, *words, *sets(run_dir), fails=True, **hosts.environment)
     assert "is running on 3 of 3 hosts already" in again
     assert weights(run_dir) == undisturbed
@@ -129,9 +129,9 @@ def test_nothing_is_started_where_one_host_cannot_and_every_reason_is_said(
     (folder / "bad.txt").write_text(
         "\n".join([bad[0], bad[1].replace("@127.0.0.1", "@localhost"), "nobody@127.0.0.1:9"])
     )
-    told = phalanx(folder, *words, fails=True, **hosts.environment)
-    assert "host-1: its host key is not known" in told
-    assert "Connection refused" in told
+    output = phalanx(folder, *words, fails=True, **hosts.environment)
+    assert "host-1: its host key is not known" in output
+    assert "Connection refused" in output
     few = phalanx(folder, *words, "--spares", "2", "--partition", "big", fails=True, **hosts.environment)
     assert "fleet.nodes + fleet.spares = 5, and there are 3 hosts" in few
     assert "launch.partition = 'big': there is no scheduler to ask" in few
@@ -149,12 +149,12 @@ def test_hosts_that_lose_more_of_a_step_than_they_may_are_not_trained_on(
     run_dir = folder / "too-far"
     words = ["submit", "tiny.toml", "--on", "ssh", "--hosts", "far.txt", "--nodes", "2", *sets(run_dir), *FAR]
     (folder / "far.txt").write_text(hosts.file("domain=pod-1", "domain=pod-2", "domain=pod-2"))
-    told = phalanx(folder, *words, fails=True, **hosts.environment)
-    assert "lose more of a step than launch.most_lost_ms = 0.001" in told
-    assert "level 1 pod-" in told
+    output = phalanx(folder, *words, fails=True, **hosts.environment)
+    assert "lose more of a step than launch.most_lost_ms = 0.001" in output
+    assert "level 1 pod-" in output
     (folder / "far.txt").write_text(hosts.file("domain=pod-1"))
-    told = phalanx(folder, *words, fails=True, **hosts.environment)
-    assert "cannot be verified: host-1, host-2: no domain=" in told
+    output = phalanx(folder, *words, fails=True, **hosts.environment)
+    assert "cannot be verified: host-1, host-2: no domain=" in output
     assert not processes_of(run_dir)
 
 
@@ -183,8 +183,8 @@ def test_hosts_join_a_run_that_trains_if_they_are_near_enough_and_leave_nothing_
     wait_until(lambda: step_of(run_dir) >= 2, "the run does not begin", run_dir)
     grow = ["fleet", "grow", str(run_dir), "--by", "1", "--hosts", "more.txt"]
     (folder / "more.txt").write_text("\n".join([first, far]))
-    told = phalanx(folder, *grow, fails=True, **hosts.environment)
-    assert "lose more of a step than launch.most_lost_ms = 0.001" in told
+    output = phalanx(folder, *grow, fails=True, **hosts.environment)
+    assert "lose more of a step than launch.most_lost_ms = 0.001" in output
     by_hand = ["agent", "--run", str(run_dir), "--node", "by-hand", "--domain", "pod-2"]
     assert "node by-hand does not join: these nodes lose more" in phalanx(folder, *by_hand, fails=True)
     (folder / "more.txt").write_text("\n".join([first, near]))
@@ -197,27 +197,27 @@ def test_hosts_join_a_run_that_trains_if_they_are_near_enough_and_leave_nothing_
 
 @needs_sshd
 def test_another_host_key_is_refused_with_the_remedy(folder: Path, hosts: SshHosts) -> None:
-    known = hosts.folder / "known_hosts"
-    before = known.read_text()
+    known_hosts = hosts.folder / "known_hosts"
+    before = known_hosts.read_text()
     (folder / "hosts.txt").write_text(hosts.file())
     first, second, *_ = before.splitlines()
-    known.write_text(f"{first.split()[0]} {' '.join(second.split()[1:])}\n{second}\n")
+    known_hosts.write_text(f"{first.split()[0]} {' '.join(second.split()[1:])}\n{second}\n")
     try:
-        told = phalanx(
+        output = phalanx(
             *(folder, "submit", "tiny.toml", "--on", "ssh", "--hosts", "hosts.txt", "--nodes", "2"),
             *sets(folder / "never"),
             fails=True,
             **hosts.environment,
         )
     finally:
-        known.write_text(before)
-    assert "host-0: its host key is not the one that is known" in told
-    remedy = shlex.split(told[told.index("ssh-keygen -R") :].splitlines()[0])
-    subprocess.run([*remedy, "-f", str(known)], check=True, capture_output=True)
-    assert known.read_text() == f"{second}\n{before.splitlines()[2]}\n", (
+        known_hosts.write_text(before)
+    assert "host-0: its host key is not the one that is known" in output
+    remedy = shlex.split(output[output.index("ssh-keygen -R") :].splitlines()[0])
+    subprocess.run([*remedy, "-f", str(known_hosts)], check=True, capture_output=True)
+    assert known_hosts.read_text() == f"{second}\n{before.splitlines()[2]}\n", (
         "the key of this host is forgotten, of no other"
     )
-    known.write_text(before)
+    known_hosts.write_text(before)
 
 
 def test_a_run_in_the_background_goes_on_when_who_started_it_has_gone(folder: Path, undisturbed: str) -> None:
@@ -287,6 +287,6 @@ def test_a_dry_run_refuses_what_the_hosts_could_never_do(folder: Path) -> None:
         "1h",
         "--dry-run",
     ]
-    told = phalanx(folder, *words, fails=True)
-    assert "fleet.nodes + fleet.spares = 2, and there are 1 hosts" in told
-    assert "launch.time_limit = '1h': there is no scheduler to ask" in told
+    output = phalanx(folder, *words, fails=True)
+    assert "fleet.nodes + fleet.spares = 2, and there are 1 hosts" in output
+    assert "launch.time_limit = '1h': there is no scheduler to ask" in output

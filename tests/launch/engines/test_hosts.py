@@ -47,20 +47,24 @@ def test_an_agent_that_is_never_told_to_begin_ends_by_itself(tmp_path: Path) -> 
 
 def test_a_session_that_is_asked_to_end_more_than_once_hears_of_it_once(tmp_path: Path) -> None:
     (tmp_path / "launch").mkdir()
-    heard = tmp_path / "heard"
-    saves = f"trap 'echo heard >> {heard}' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    signal_log = tmp_path / "heard"
+    saves = f"trap 'echo heard >> {signal_log}' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
     session = subprocess.Popen(["bash", "-c", saves, str(tmp_path)], start_new_session=True)
     started = [Started(Host("one", HERE, 0, "127.0.0.1"), session.pid)]
     try:
         wait_until((tmp_path / "ready").exists, "it does not begin", tmp_path)
         for _ in range(3):
             assert end(tmp_path, started, signal.SIGTERM) == (started, [])
-        wait_until(lambda: heard.exists() and heard.read_text().endswith("\n"), "it has not heard", tmp_path)
+        wait_until(
+            lambda: signal_log.exists() and signal_log.read_text().endswith("\n"),
+            "it has not heard",
+            tmp_path,
+        )
         assert end(tmp_path, started, None) == (started, [])
     finally:
         os.killpg(session.pid, signal.SIGKILL)
         session.wait()
-    assert heard.read_text() == "heard\n"
+    assert signal_log.read_text() == "heard\n"
     assert end(tmp_path, started, signal.SIGTERM) == ([], [])
 
 
@@ -112,9 +116,9 @@ def test_a_run_of_which_nothing_could_be_noted_is_not_left_running(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(RUN_FILE.format(data="words"))
     words = ["tiny.toml", "--on", "local", "--set", f'run_dir="{tmp_path}/run"']
-    told = CliRunner().invoke(submit.submit_command, words)
-    assert told.exit_code == 1
-    assert "cannot write" in told.output, told.exception
+    invocation = CliRunner().invoke(submit.submit_command, words)
+    assert invocation.exit_code == 1
+    assert "cannot write" in invocation.output, invocation.exception
     # A killed session takes a while to end on a busy machine. One that nobody kills waits for its start for two minutes, twice as long as this.
     wait_until(lambda: not processes_of(tmp_path / "run"), "something runs", tmp_path / "run", timeout_s=60.0)
     assert read_record(tmp_path / "run") == (None if unwritable == "submitted.json" else earlier)
@@ -193,8 +197,8 @@ def test_a_leader_that_the_others_cannot_reach_is_refused_before_anything_is_sta
 def test_what_hosts_cannot_give_is_refused_not_ignored(tmp_path: Path) -> None:
     launch = LaunchSpec(gpus_per_node=8, container_mounts=("/a:/b",))
     order = LaunchOrder("tiny", tmp_path, tmp_path, 1, 0, 0, 0, sys.executable, launch)
-    said = preflight(order, read_hosts("one\n"))
-    assert [line.split(":")[0] for line in said] == [
+    problems = preflight(order, read_hosts("one\n"))
+    assert [line.split(":")[0] for line in problems] == [
         "launch.gpus_per_node = 8",
         "launch.container_mounts = ('/a",
     ]
@@ -219,7 +223,7 @@ def test_a_host_whose_node_is_in_the_fleet_does_not_join_it_under_another_name(t
     order = LaunchOrder("tiny", tmp_path, tmp_path, 1, 0, 0, 0, "/bin/true", LaunchSpec())
     order.folder.mkdir()
     fleet = fleet_file(0.0)
-    there = [asdict(Started(Host(one.name, f"me@{one.name}", 0, "a"), 1)) for one in fleet.members]
+    there = [asdict(Started(Host(member.name, f"me@{member.name}", 0, "a"), 1)) for member in fleet.members]
     (order.folder / "hosts.json").write_text(json.dumps(there))
     write_fleet_file(tmp_path, fleet)
     (tmp_path / "more.txt").write_text(f"you@{fleet.members[0].name}:22 name=other\n")
@@ -263,8 +267,8 @@ def test_a_host_that_cannot_write_into_the_run_directory_is_refused(
     # As on a full disk: files can be made, and nothing be written into them.
     full = LaunchSpec(prologue=("trap '' XFSZ; ulimit -f 0", *strict))
     order = LaunchOrder("tiny", tmp_path, tmp_path, 1, 0, 0, 0, sys.executable, full)
-    (said,) = preflight(order, [Host("this-machine", HERE, 0, "127.0.0.1")])
-    assert f"cannot write into {order.folder}: its disk is full, or it is mounted read-only" in said
+    (problem,) = preflight(order, [Host("this-machine", HERE, 0, "127.0.0.1")])
+    assert f"cannot write into {order.folder}: its disk is full, or it is mounted read-only" in problem
     assert [path.name for path in order.folder.iterdir()] == ["nonce"]
 
 

@@ -55,9 +55,11 @@ def test_the_shell_of_a_job_chooses_the_same_port(tmp_path: Path) -> None:
         path.write_text("{}\t{}\n".format(*connections))
         lines += [*port_in_shell(str(4_000_000_007 + place), path), 'echo "$port"']
     lines += [*port_in_shell("7", tmp_path / "missing"), 'echo "$port"']
-    said = subprocess.run(["bash", "-s"], input="\n".join(lines), capture_output=True, text=True, check=True)
+    completed = subprocess.run(
+        ["bash", "-s"], input="\n".join(lines), capture_output=True, text=True, check=True
+    )
     expected = [port_of(4_000_000_007 + place, connections) for place, connections in enumerate(cases)]
-    assert list(map(int, said.stdout.split())) == [*expected, port_of(7, USUAL_RANGE)]
+    assert list(map(int, completed.stdout.split())) == [*expected, port_of(7, USUAL_RANGE)]
 
 
 def test_a_machine_whose_range_cannot_be_read_is_taken_to_have_the_usual_one(tmp_path: Path) -> None:
@@ -74,14 +76,14 @@ def test_a_run_that_names_its_port_has_it_and_any_other_one_outside_the_connecti
     port = coordinator_port(order_of(spec, tmp_path))
     assert port == port_of(port, (first, last)) or not first <= port <= last
     by_job = batch_script(order_of(spec, tmp_path)).split("\nhead=")[1].split("\nnonce=")[0]
-    said = subprocess.run(
+    output = subprocess.run(
         ["bash", "-eu"],
         input=f"SLURM_JOB_ID=7\nhead={by_job}\necho $head",
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert int(said.rpartition(":")[2]) == port_of(7, (first, last))
+    assert int(output.rpartition(":")[2]) == port_of(7, (first, last))
     named = RunSpec(run_dir=str(tmp_path / "run"), fleet=FleetSpec(nodes=2, port=33_333))
     assert coordinator_port(order_of(named, tmp_path)) == 33_333
     assert 'head="$(hostname):33333"' in batch_script(order_of(named, tmp_path))
