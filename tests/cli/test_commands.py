@@ -278,8 +278,8 @@ def test_weights_go_to_pytorchs_distributed_checkpoint_and_back_unchanged(
 
 
 def test_goodput_and_watch_are_drawn_from_the_events(folder: Path, result: Result) -> None:
-    found = last_json(run(["goodput", str(result["run_dir"]), "--json"], folder))
-    assert sum(found["buckets_ns"].values()) == found["held_ns"]
+    goodput = last_json(run(["goodput", str(result["run_dir"]), "--json"], folder))
+    assert sum(goodput["buckets_ns"].values()) == goodput["held_ns"]
     shown = run(["watch", str(result["run_dir"]), "--once"], folder)
     assert "step 6/6" in shown.stdout
 

@@ -84,13 +84,13 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize(("line", "why"), CASES)
+@pytest.mark.parametrize(("line", "reason"), CASES)
 def test_an_option_that_contradicts_the_launcher_is_refused_however_it_is_written(
-    line: str, why: str
+    line: str, reason: str
 ) -> None:
-    with pytest.raises(EngineError, match=re.escape(why)) as told:
+    with pytest.raises(EngineError, match=re.escape(reason)) as caught:
         refuse(line)
-    assert "launch.options" in str(told.value)
+    assert "launch.options" in str(caught.value)
 
 
 @pytest.mark.parametrize("line", TAKEN)
@@ -113,10 +113,14 @@ def spelled(draw: st.DrawFn) -> list[str]:
             )
         else:
             name = draw(st.sampled_from(LONG)).rstrip("=")
-            begun = f"--{name[: draw(st.integers(1, len(name)))]}"
+            abbreviation = f"--{name[: draw(st.integers(1, len(name)))]}"
             takes = name in WITH_VALUE
             joined = takes and draw(st.booleans())
-            words += [f"{begun}={draw(value)}"] if joined else [begun, *([draw(value)] if takes else [])]
+            words += (
+                [f"{abbreviation}={draw(value)}"]
+                if joined
+                else [abbreviation, *([draw(value)] if takes else [])]
+            )
     return words
 
 
@@ -124,11 +128,11 @@ def spelled(draw: st.DrawFn) -> list[str]:
 def test_a_line_is_read_as_getopt_reads_it(words: list[str]) -> None:
     # The standard library's getopt has the rules of getopt_long, for joined letters, beginnings and values.
     try:
-        found, rest = getopt.getopt(words, SHORT, LONG)
+        options, rest = getopt.getopt(words, SHORT, LONG)
     except getopt.GetoptError:
         assume(False)  # ambiguous: sbatch refuses it itself
     assume(not rest)
-    names = [LETTERS[word[1]] if len(word) == 2 else word[2:] for word, _ in found]
+    names = [LETTERS[word[1]] if len(word) == 2 else word[2:] for word, _ in options]
     assert list(options_in(" ".join(words))) == names
 
 
@@ -191,10 +195,10 @@ def test_variables_of_sbatch_fill_the_fields_that_are_empty_and_give_way_to_thos
 
 def test_every_variable_that_contradicts_the_launcher_is_refused_at_once() -> None:
     contradicting = {name: "1" for name, option in VARIABLES.items() if option not in FIELDS}
-    with pytest.raises(EngineError, match="unset them") as told:
+    with pytest.raises(EngineError, match="unset them") as caught:
         from_environment(LaunchSpec(), {**contradicting, "SLURM_CLUSTERS": "a,b"})
-    assert all(f"  {name}=1 in the environment: " in str(told.value) for name in contradicting)
-    assert "SLURM_CLUSTERS=a,b" in str(told.value)
+    assert all(f"  {name}=1 in the environment: " in str(caught.value) for name in contradicting)
+    assert "SLURM_CLUSTERS=a,b" in str(caught.value)
     assert from_environment(LaunchSpec(), {"SLURM_CLUSTERS": "a"}) == (LaunchSpec(), [])
 
 

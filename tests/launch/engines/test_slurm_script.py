@@ -244,8 +244,8 @@ def test_nodes_leave_no_fleet_whose_job_cannot_be_made_smaller_and_a_busy_one_is
         slurm.demand_resizable(run_dir)
     with pytest.raises(EngineError, match="n3 have left the run, but Slurm keeps them in job 7"):
         slurm.give_back(run_dir, {"n3"}, retry_pause_s=0.0)
-    told = (tmp_path / "told").read_text().splitlines()
-    assert told == [f"update JobId=7 Comment=phalanx:{run_dir}", *3 * ["update JobId=7 NodeList=n1,n2"]]
+    updates = (tmp_path / "told").read_text().splitlines()
+    assert updates == [f"update JobId=7 Comment=phalanx:{run_dir}", *3 * ["update JobId=7 NodeList=n1,n2"]]
     (tmp_path / "ready").touch()
     slurm.demand_resizable(run_dir)
     assert slurm.give_back(run_dir, {"n3"}) == {"7": ("n3",)}
@@ -278,8 +278,8 @@ def test_jobs_that_wait_to_join_a_run_that_is_over_are_cancelled_and_no_others(t
 def test_a_job_whose_time_is_always_up_before_a_step_is_saved_is_not_queued_again_for_ever(
     limit: str, saves_in: tuple[int, ...], queued: int, tmp_path: Path
 ) -> None:
-    told = replace(order(time_limit=limit, grace_s=30.0), run_dir=tmp_path)
-    script = batch_script(told)
+    job_order = replace(order(time_limit=limit, grace_s=30.0), run_dir=tmp_path)
+    script = batch_script(job_order)
     end = script[script.index(f'if [ "$(cat {tmp_path}/launch/lead-exit') :].replace("sleep 60", "exit 0")
     (tmp_path / "bin").mkdir()
     for name, does in (("squeue", "echo RUNNING"), ("scontrol", f'echo "$@" >> {tmp_path}/told')):
@@ -371,9 +371,9 @@ def test_a_job_that_saves_nothing_gives_back_the_nodes_that_it_has_borrowed(tmp_
 
 
 def test_nodes_of_a_joining_job_are_verified_with_the_fleet_and_do_not_join_if_they_lose_too_much() -> None:
-    told = joining_script(order(), 4)
-    assert '--allocation "$SLURM_JOB_NODELIST" --joining' in told
+    unlimited = joining_script(order(), 4)
+    assert '--allocation "$SLURM_JOB_NODELIST" --joining' in unlimited
     limited = joining_script(order(most_lost_ms=2.5), 4)
     verified, joins = limited.index("--most-lost-ms 2.5"), limited.index("exec srun")
     assert verified < limited.index("exit 66") < joins
-    assert "exit 66" not in told
+    assert "exit 66" not in unlimited

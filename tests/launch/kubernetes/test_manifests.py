@@ -46,21 +46,21 @@ FULL: dict[str, Any] = {
 VOLCANO: dict[str, Any] = {**FULL, "scheduler": "volcano", "topology_label": "1", "time_limit": ""}
 
 
-def job_template(asked: PodRequest) -> dict[str, Any]:
+def job_template(pod_request: PodRequest) -> dict[str, Any]:
     """The Job in a JobSet."""
-    job: dict[str, Any] = job_of(asked, "word")
+    job: dict[str, Any] = job_of(pod_request, "word")
     template: dict[str, Any] = job["spec"]["replicatedJobs"][0]["template"]
     return template
 
 
-def pod_of(asked: PodRequest) -> dict[str, Any]:
-    found: dict[str, Any] = job_template(asked)["spec"]["template"]["spec"]
-    return found
+def pod_of(pod_request: PodRequest) -> dict[str, Any]:
+    pod_spec: dict[str, Any] = job_template(pod_request)["spec"]["template"]["spec"]
+    return pod_spec
 
 
-def agent_of(asked: PodRequest) -> dict[str, Any]:
-    found: dict[str, Any] = pod_of(asked)["containers"][0]
-    return found
+def agent_of(pod_request: PodRequest) -> dict[str, Any]:
+    container: dict[str, Any] = pod_of(pod_request)["containers"][0]
+    return container
 
 
 @pytest.mark.parametrize(
@@ -207,21 +207,21 @@ def test_the_job_goes_by_the_exit_codes_of_pods() -> None:
 
 
 def test_pods_have_the_grace_of_the_run_and_a_time_limit_leaves_it_to_them() -> None:
-    asked = request(grace_s=90.5, time_limit="1h")
-    assert pod_of(asked)["terminationGracePeriodSeconds"] == 91
-    assert job_template(asked)["spec"]["activeDeadlineSeconds"] == 3600 - 91
+    pod_request = request(grace_s=90.5, time_limit="1h")
+    assert pod_of(pod_request)["terminationGracePeriodSeconds"] == 91
+    assert job_template(pod_request)["spec"]["activeDeadlineSeconds"] == 3600 - 91
 
 
 def test_a_pod_is_told_its_index_its_address_and_who_leads() -> None:
-    asked = request(namespace="team")
-    words = agent_of(asked)["command"]
+    pod_request = request(namespace="team")
+    words = agent_of(pod_request)["command"]
     assert words[:4] == ["python", "-m", "phalanx", "pod"]
     assert words[words.index("--index") + 1] == "$(JOB_COMPLETION_INDEX)"
-    assert words[words.index("--coordinator") + 1] == f"{asked.name}-node-0-0.{asked.name}:29400"
+    assert words[words.index("--coordinator") + 1] == f"{pod_request.name}-node-0-0.{pod_request.name}:29400"
     volcano: dict[str, Any] = job_of(request(scheduler="volcano"), "word")
     words = volcano["spec"]["tasks"][0]["template"]["spec"]["containers"][0]["command"]
     assert words[words.index("--index") + 1] == "$(VC_TASK_INDEX)"
-    assert words[words.index("--coordinator") + 1] == f"{asked.name}-node-0.{asked.name}:29400"
+    assert words[words.index("--coordinator") + 1] == f"{pod_request.name}-node-0.{pod_request.name}:29400"
 
 
 def test_the_interpreter_of_who_submits_is_in_no_manifest() -> None:
@@ -345,8 +345,8 @@ def test_the_name_follows_from_the_run_directory_so_that_a_cluster_takes_a_run_o
     ],
 )
 def test_what_no_cluster_can_do_is_refused_with_the_remedy(launch: dict[str, Any], message: str) -> None:
-    told = "\n".join(problems(spec_of(**launch)))
-    assert message in told
+    problem_text = "\n".join(problems(spec_of(**launch)))
+    assert message in problem_text
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,16 @@ SwitchName=core Level=2 LinkSpeed=1 Nodes=n[1-5] Switches=spine[1-2]
 
 
 def test_a_tree_of_switches_is_read_without_the_root_that_all_share() -> None:
-    found = parse_topology(TREE, "topology.conf")
-    assert [level.name for level in found.levels] == ["spine", "leaf"]
-    assert found.nodes["n3"] == ("spine1", "leaf2")
-    assert found.nodes["n5"] == ("spine2", "leaf3")
+    topology = parse_topology(TREE, "topology.conf")
+    assert [level.name for level in topology.levels] == ["spine", "leaf"]
+    assert topology.nodes["n3"] == ("spine1", "leaf2")
+    assert topology.nodes["n5"] == ("spine2", "leaf3")
 
 
 def test_blocks_are_scale_up_domains() -> None:
-    found = parse_topology("BlockName=b1 Nodes=n[1-18]\nBlockName=b2 Nodes=n[19-36]\nBlockSizes=18\n", "x")
-    assert found.nodes["n19"] == ("b2",)
-    assert found.levels[0].scale_up
+    topology = parse_topology("BlockName=b1 Nodes=n[1-18]\nBlockName=b2 Nodes=n[19-36]\nBlockSizes=18\n", "x")
+    assert topology.nodes["n19"] == ("b2",)
+    assert topology.levels[0].scale_up
 
 
 def test_topographs_instances_are_read_nearest_switch_first_and_racks_below() -> None:
@@ -49,9 +49,9 @@ def test_topographs_instances_are_read_nearest_switch_first_and_racks_below() ->
             ]
         }
     )
-    found = parse_topology(text, "x")
-    assert found.nodes == {"i1": ("spine-a", "leaf-a", "nvl-1"), "i2": ("spine-b", "leaf-b", "nvl-2")}
-    assert [level.scale_up for level in found.levels] == [False, False, True]
+    topology = parse_topology(text, "x")
+    assert topology.nodes == {"i1": ("spine-a", "leaf-a", "nvl-1"), "i2": ("spine-b", "leaf-b", "nvl-2")}
+    assert [level.scale_up for level in topology.levels] == [False, False, True]
 
 
 def test_labels_of_kubernetes_nodes_are_read_and_cordoned_nodes_are_taken() -> None:
@@ -63,9 +63,9 @@ def test_labels_of_kubernetes_nodes_are_read_and_cordoned_nodes_are_taken() -> N
         }
 
     nodes = [node("a", "l1"), node("b", "l1", "Unknown"), node("c", "l2", cordoned=True)]
-    found = parse_topology(json.dumps({"items": nodes}), "x")
-    assert found.nodes == {"a": ("l1",), "b": ("l1",), "c": ("l2",)}
-    assert found.free == ("a",)
+    topology = parse_topology(json.dumps({"items": nodes}), "x")
+    assert topology.nodes == {"a": ("l1",), "b": ("l1",), "c": ("l2",)}
+    assert topology.free == ("a",)
 
 
 def test_newer_labels_of_kubernetes_nodes_are_tiers_counted_from_the_node_and_the_accelerators_domain() -> (
@@ -81,15 +81,15 @@ def test_newer_labels_of_kubernetes_nodes_are_tiers_counted_from_the_node_and_th
         status = {"conditions": [{"type": "Ready", "status": "True"}]}
         return {"metadata": {"name": name, "labels": labels}, "spec": {}, "status": status}
 
-    found = parse_topology(
+    topology = parse_topology(
         json.dumps({"items": [node("a", "s1", "l1", "r1"), node("b", "s1", "l2", "r2")]}), "x"
     )
-    assert [(level.name, level.scale_up) for level in found.levels] == [
+    assert [(level.name, level.scale_up) for level in topology.levels] == [
         ("tier-1", False),
         ("tier-0", False),
         ("accelerator", True),
     ]
-    assert found.nodes == {"a": ("s1", "l1", "r1"), "b": ("s1", "l2", "r2")}
+    assert topology.nodes == {"a": ("s1", "l1", "r1"), "b": ("s1", "l2", "r2")}
 
 
 def test_a_file_by_hand_says_rates_shares_and_what_is_taken(tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def test_a_file_by_hand_says_rates_shares_and_what_is_taken(tmp_path: Path) -> N
         'node_gb_per_s = 400\ntaken = "n[2-3]"\n[[levels]]\nname = "pod"\nshare = 0.5\n[[levels]]\nname = "rack"\nscale_up = true\n'
         '[nodes]\n"n[1-2]" = "p1.r1"\n"n[3-4]" = "p1.r2"\n'
     )
-    found = read_topology(path)
-    assert found.node_bytes_per_s == 400e9
-    assert found.free == ("n1", "n4")
-    assert [(level.name, level.share, level.scale_up) for level in found.levels] == [
+    topology = read_topology(path)
+    assert topology.node_bytes_per_s == 400e9
+    assert topology.free == ("n1", "n4")
+    assert [(level.name, level.share, level.scale_up) for level in topology.levels] == [
         ("pod", 0.5, False),
         ("rack", 1.0, True),
     ]
