@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-core test-plan test-serve test-watch test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl null-gpu null-gpu-first-run servers clients docs lint contract reference bench gpu env env-dev clean
+.PHONY: quickstart test test-core test-plan test-serve test-watch test-stops test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl null-gpu null-gpu-first-run servers clients docs lint contract reference bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
@@ -22,6 +22,9 @@ test: env-dev  ## the whole suite, in ten minutes on two cores
 
 test-core test-plan test-serve test-watch: env-dev  ## the suite of one package: the core's, the planner's, that of serving or of watching
 	$(PYTEST) -m "not slow and not servers and not processors" $(if $(filter test-core,$@),$(filter-out $(BESIDE),$(wildcard tests/*/ tests/*.py)),$(@:test-%=tests/%))
+
+test-stops: env-dev  ## the suite, while random processes of its tests are stopped for moments: shows tests that depend on timing
+	$(PYTEST) -p random_stops -m "not slow and not servers and not processors"
 
 test-servers: env-dev clients  ## real Slurm, sshd, Chromium and Prometheus (after `make servers`), clients of `phalanx serve`, and campaigns of faults
 	$(PYTEST) -m "servers and not slow and not processors"
