@@ -197,7 +197,7 @@ class Driver:
     def safe_step(self) -> int:
         """Wait until all members have a snapshot that is safe; return the newest step of which all snapshots are."""
         deadline_s = time.monotonic() + PATIENCE_S
-        while min(node.safe_step for node in self.members) < 0:
+        while min(node.safe_step for node in self.members) < 1:
             assert time.monotonic() < deadline_s, "no snapshot has become safe"
             time.sleep(0.01)
         return min(node.safe_step for node in self.members)

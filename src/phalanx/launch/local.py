@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -87,7 +86,7 @@ def run_locally(
         orders.tell_new()
     ending = _ending(run, processes)
     if ending.status == "stopped":
-        _record_stop(run, ending)
+        _record_stop(run, ending, notify)
     return ending
 
 
@@ -222,21 +221,26 @@ def _ending(run: OpenRun, processes: _Ranks) -> Ending:
     return Ending("failed", culprit, code, words, failure.kind if failure else "")
 
 
-def _record_stop(run: OpenRun, ending: Ending) -> None:
-    """Append the event of a stop for the ranks, if they were ended before rank 0 could: at once on a second request, or since one hung.
+def _record_stop(run: OpenRun, ending: Ending, notify: Callable[[str], None]) -> None:
+    """Append the event of a stop for the ranks, if they were ended before rank 0 could: at once on a second request, or as not all of them
+    ended in time.
 
-    Does nothing if this attempt has no event, or the file cannot be written.
+    Does nothing if this attempt has no event. ``notify`` gets a line if the event cannot be written.
     """
     events = run.directory.events
-    with suppress(EventLogError, OSError):
+    if not events.exists():
+        return
+    try:
         last = newest_event(events, lambda event: isinstance(event.body, _PROGRESS | Stopped | Finished))
         if last is None or last.attempt != run.attempt or not isinstance(last.body, _PROGRESS):
             return
         step = 0 if isinstance(last.body, RunStarted) else last.body.step
-        how = "at once, on a second request" if ending.unsaved else "as a rank hung"
+        how = "at once, on a second request" if ending.unsaved else "as not all ranks ended in time"
         reason = f"stopped on request; ended {how}: {run.directory.newest_checkpoint()}"
         with EventLog(events, run.attempt) as log:
             log.append(Stopped(step, reason))
+    except (EventLogError, OSError) as error:
+        notify(f"the stop is not recorded: {error}")
 
 
 # The number of ranks on this machine for a run file without one.

@@ -153,7 +153,7 @@ DATA_SHARE = 0.1
 shows it from 1 %.
 """
 UNEVEN = 0.2
-"""Share of step time in which data-parallel ranks wait for those that compute one more slot."""
+"""Share of the time of all data-parallel ranks that is waiting for those that compute one more slot."""
 SLOWER = 0.15
 """Lost share of the run's own earlier throughput. Clocks and networks vary by a few percent."""
 SLOWER_DEVIATIONS = 3.0

@@ -67,16 +67,17 @@ def with_processor_use(
     processes: Sequence[o.ProcessSeen],
     proc: Path = Path("/proc"),
     pause: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[o.ProcessSeen, ...]:
     """Return the processes with the share of a core that each uses in the next 0.3 s. ``pause`` waits for as many seconds as it gets."""
-    before = [_processor_s(proc / str(process.pid)) for process in processes]
+    before = [(_processor_s(proc / str(process.pid)), clock()) for process in processes]
     pause(_MEASURED_S)
-    after = [_processor_s(proc / str(process.pid)) for process in processes]
+    after = [(_processor_s(proc / str(process.pid)), clock()) for process in processes]
     return tuple(
-        replace(process, core_share=(end_s - begin_s) / _MEASURED_S)
+        replace(process, core_share=(end_s - begin_s) / (end_t - begin_t))
         if begin_s is not None and end_s is not None
         else process
-        for process, begin_s, end_s in zip(processes, before, after, strict=True)
+        for process, (begin_s, begin_t), (end_s, end_t) in zip(processes, before, after, strict=True)
     )
 
 

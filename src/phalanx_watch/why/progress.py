@@ -301,6 +301,7 @@ _HALTED = {
     "D": "waits for a disk (state D)",
 }
 _STOPPED = ("T",)
+_ENDED = ("Z", "X")
 _COMPUTES, _WAITS = 0.1, 0.05
 """Share of a core from which a rank computes, also on a crowded machine, and below which it waits."""
 
@@ -393,14 +394,20 @@ def standstill(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def _computing(processes: Sequence[o.ProcessSeen]) -> list[o.ProcessSeen]:
-    """Return the ranks that compute while another rank waits; none if all do the same. Ranks that wait for a GPU compute, too."""
-    ranks = [
-        (process, process.core_share)
-        for process in processes
-        if process.rank is not None and process.core_share is not None
-    ]
-    waits = any(share < _WAITS for _, share in ranks)
-    return [process for process, share in ranks if waits and share >= _COMPUTES]
+    """Return the ranks that compute while another rank waits, each by its busiest process; none if all do the same, or if one is halted or
+    has ended: then the others wait for that one, and on GPUs they compute meanwhile."""
+    ranks: dict[int, o.ProcessSeen] = {}  # a rank's children have its environment, and count as the rank
+    for process in processes:
+        if process.rank is None or process.core_share is None:
+            continue
+        if process.state in _HALTED or process.state in _ENDED:
+            return []
+        busiest = ranks.get(process.rank)
+        if busiest is None or process.core_share > (busiest.core_share or 0.0):
+            ranks[process.rank] = process
+    shares = {rank: process.core_share or 0.0 for rank, process in ranks.items()}
+    waits = any(share < _WAITS for share in shares.values())
+    return [ranks[rank] for rank, share in shares.items() if waits and share >= _COMPUTES]
 
 
 def _called(process: o.ProcessSeen) -> str:

@@ -292,7 +292,8 @@ def too_many_threads(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def uneven_slots(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if some data-parallel ranks compute a slot more than others, which wait for at least ``UNEVEN`` of their time."""
+    """Yield a reason if some data-parallel ranks compute a slot more than others, and at least ``UNEVEN`` of the time of all of them is
+    waiting."""
     if observed.spec is None or observed.started is None:
         return
     slots, parallel = observed.spec.train.slots, observed.spec.parallel
@@ -305,13 +306,13 @@ def uneven_slots(observed: o.Observed) -> Iterator[o.Reason]:
         severity="warning"
         if observed.fleet is None
         else "info",  # a fleet that shrinks trains on with what it has
-        title=f"{slots} slots on {data_ranks} data-parallel ranks: {share:.0%} of the time is waiting for the ranks with the most",
+        title=f"{slots} slots on {data_ranks} data-parallel ranks: {share:.0%} of their time {'is' if observed.running else 'was'} waiting",
         where="train.slots",
         since=None,
         evidence=(
             f"some ranks compute {most} slot{'s' * (most > 1)} in each step, the others {most - 1}, and wait for them",
         ),
         doing=observed.doing("training continues"),
-        next=f"train on a number of data-parallel ranks that divides {slots} (parallel.ranks; the weights stay the same), or give the next run a multiple "
+        next=f"train on a number of data-parallel ranks that divides {slots} (the weights stay the same), or give the next run a multiple "
         f"of {data_ranks} slots",
     )

@@ -43,19 +43,40 @@ def test_a_hang_accuses_no_rank_if_all_do_the_same(run: Watched, shares: tuple[f
     assert only(run.reasons(60, processes=ranks(*shares))).where == "the whole run"
 
 
+@pytest.mark.parametrize("state", ["T", "Z"], ids=["stopped", "ended"])
+def test_ranks_that_spin_while_they_wait_for_one_that_has_stopped_or_ended_are_not_accused(
+    run: Watched, state: str
+) -> None:
+    processes = (ProcessSeen(11, "R", 0, core_share=1.0), ProcessSeen(12, state, 1, core_share=0.0))
+    reason = only(run.reasons(60, processes=processes))
+    assert not any("computes, while" in line for line in reason.evidence)
+
+
+def test_an_idle_child_of_a_rank_is_no_rank_that_waits(run: Watched) -> None:
+    processes = (ProcessSeen(11, "R", 0, core_share=1.0), ProcessSeen(12, "S", 0, core_share=0.0))
+    assert only(run.reasons(60, processes=processes)).where == "the whole run"
+
+
 def test_the_share_of_a_core_is_the_processor_time_between_two_readings(tmp_path: Path) -> None:
     def stat(pid: int, user_ticks: int, kernel_ticks: int) -> None:
         (tmp_path / str(pid)).mkdir(exist_ok=True)
         fields = ["R", *["0"] * 10, str(user_ticks), str(kernel_ticks), "0"]
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a name) b) {' '.join(fields)}")
 
-    def pause(seconds: float) -> None:
-        stat(11, 100 + round(50 * seconds), 200 + round(50 * seconds))
+    def clock() -> float:
+        return now_s[0]
 
+    def pause(seconds: float) -> None:
+        now_s[0] += 2 * seconds  # the machine is busy
+        stat(11, 100 + round(100 * seconds), 200 + round(100 * seconds))
+
+    now_s = [1000.0]
     stat(11, 100, 200)
     stat(12, 500, 0)
     ended = ProcessSeen(13, "S", 2)
-    processes = with_processor_use([ProcessSeen(11, "R", 0), ProcessSeen(12, "S", 1), ended], tmp_path, pause)
+    processes = with_processor_use(
+        [ProcessSeen(11, "R", 0), ProcessSeen(12, "S", 1), ended], tmp_path, pause, clock
+    )
     assert [process.core_share for process in processes] == [pytest.approx(1.0), 0.0, None]
 
 
