@@ -2,6 +2,8 @@
 
 A busy machine lets a process wait for tenths of a second, at any line. A failure that this makes once in a thousand runs of a test comes within
 minutes if a program stops one descendant of pytest after the other (SIGSTOP), each for up to ``LONGEST_S``, and continues it.
+
+A test that stops a process itself, as some of ``tests/fleet/node/test_worker.py`` do, can take such a stop for its own, and then waits for ever.
 """
 
 from __future__ import annotations
