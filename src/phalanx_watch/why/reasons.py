@@ -339,9 +339,8 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         data_error=data_error,
         events_error=events_error,
     )
-    is_silent = (
-        now - observed.last_t >= o.STALL_LEAST_S
-    )  # otherwise no rule needs dead links or processor use
+    # Dead links and processor use take a moment to read, and serve only rules on a standstill.
+    is_silent = now - observed.last_t >= o.STALL_LEAST_S
     processes = tuple(processes_of(directory, with_links=is_silent)) if is_held else ()
     return replace(
         observed,

@@ -299,13 +299,16 @@ def uneven_slots(observed: o.Observed) -> Iterator[o.Reason]:
     slots, parallel = observed.spec.train.slots, observed.spec.parallel
     # Zero if the start had fewer ranks than a replica of the run file has, as after a change of the file.
     data_ranks = observed.started.ranks // (parallel.pipeline * parallel.context * parallel.tensor)
-    if not data_ranks or (share := 1 - slots / (most := -(-slots // data_ranks)) / data_ranks) < o.UNEVEN:
+    if not data_ranks:
+        return
+    most = -(-slots // data_ranks)
+    share = 1 - slots / (most * data_ranks)
+    if share < o.UNEVEN:
         return
     yield o.Reason(
         code="uneven-slots",
-        severity="warning"
-        if observed.fleet is None
-        else "info",  # a fleet that shrinks trains on with what it has
+        # A fleet that shrinks trains on with what it has.
+        severity="warning" if observed.fleet is None else "info",
         title=f"{slots} slots on {data_ranks} data-parallel ranks: {share:.0%} of their time {'is' if observed.running else 'was'} waiting",
         where="train.slots",
         since=None,
